@@ -1,0 +1,309 @@
+"""Long-lived services: how a process registers itself, is supervised, and never outlives its run.
+
+A service writes `services/<name>.json` in the store: status, address, version, heartbeat. Locally it is a
+child process; its id is recorded in the run's work folder, so that a later start can end what a killed
+parent left behind, and it watches its parent, so that it ends by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import psutil
+
+from tasks.store import Store, layout
+
+HEARTBEAT_S = 2.0
+PARENT = "ROLLART_PARENT"  # "<pid>:<create time>" of the process whose end ends this one
+Status = Literal["starting", "ready", "failed", "stopped"]
+
+
+def home() -> Path:
+    """This machine's folder for what is not shared: work folders, logs, the default MLflow database."""
+    return Path(os.environ.get("ROLLART_HOME", "~/.rollart")).expanduser()
+
+
+def work_folder(store: Store) -> Path:
+    """The local folder of the run rooted at `store`: logs, process ids, prefetched weights. Mode 0700."""
+    folder = home() / "work" / store.uri.replace("://", "_").strip("/").replace("/", "_")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
+# What a service says about itself
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The content of `services/<name>.json`."""
+
+    name: str
+    kind: Literal["engine", "trainer", "environments"]
+    pool: str
+    status: Status = "starting"
+    address: str | None = None
+    version: int | None = None  # the policy version it serves (engine) or holds (trainer)
+    detail: str = ""  # one line for a person: what it is doing, or why it failed
+    log: str = ""  # path of its log on its host
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    started_at: float = field(default_factory=time.time)
+    heartbeat_at: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)  # measurements, e.g. parity and pause times of each load
+
+
+class Registrar:
+    """Writes a service's registration at once on every change and again every HEARTBEAT_S."""
+
+    def __init__(self, store: Store, registration: Registration):
+        self.store, self.registration = store, registration
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.update()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the registration and write it."""
+        with self._lock:
+            self.registration = replace(self.registration, **changes, heartbeat_at=time.time())
+            self.store.write_json(layout.service(self.registration.name), asdict(self.registration))
+
+    def close(self, status: Status = "stopped", detail: str = "") -> None:
+        """Stop the heartbeat and write the last word."""
+        self._stop.set()
+        self._thread.join(timeout=10)
+        self.update(status=status, detail=detail)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            try:
+                self.update()
+            except Exception as error:  # the store may be away for a while; the next beat tries again
+                print(f"heartbeat not written: {error}", file=sys.stderr, flush=True)
+
+
+def registered(store: Store, name: str) -> Registration | None:
+    """A service's registration, or None before its first one."""
+    try:
+        return Registration(**store.read_json(layout.service(name)))
+    except FileNotFoundError:
+        return None
+
+
+# Children
+
+
+@dataclass
+class Service:
+    """A child process to keep running: restarted with back-off after a death, at most `restarts` times."""
+
+    name: str
+    argv: Sequence[str]
+    env: dict[str, str]
+    log: Path
+    restarts: int = 3
+    process: subprocess.Popen[bytes] | None = None
+    deaths: int = 0
+    next_start: float = 0.0
+
+
+class Supervisor:
+    """Starts, watches and ends the child processes of one run.
+
+    All of them are started by the supervisor's own thread. `on_death(name, exit code, log tail, gave up)` is
+    called from that thread for each unexpected death.
+    """
+
+    def __init__(self, folder: Path, on_death: Callable[[str, int, str, bool], None] | None = None):
+        self.folder, self.on_death = folder, on_death
+        self.services: dict[str, Service] = {}
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, name: str, argv: Sequence[str], env: dict[str, str] | None = None, restarts: int = 3) -> Service:
+        """Start a service; its output goes to `<folder>/logs/<name>.log`."""
+        log = self.folder / "logs" / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        service = Service(name, list(argv), dict(env or {}), log, restarts)
+        with self._lock:
+            self.services[name] = service
+            self._start(service)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+                self._thread.start()
+        return service
+
+    def failed(self) -> Service | None:
+        """A service that died more often than it may, if any."""
+        with self._lock:
+            return next((s for s in self.services.values() if s.deaths > s.restarts), None)
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """Terminate all services together, kill what is left after `grace_s`, with all their descendants."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+        with self._lock:
+            processes = [s.process for s in self.services.values() if s.process is not None]
+            end_processes([psutil.Process(p.pid) for p in processes if p.poll() is None], grace_s)
+            for process in processes:
+                process.wait(timeout=5)
+            self._record()
+
+    def _start(self, service: Service) -> None:
+        log: IO[bytes] = service.log.open("ab")
+        with log:
+            service.process = subprocess.Popen(
+                service.argv,
+                env={**os.environ, **service.env, PARENT: this_process()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the parent alone, which ends its children in order
+            )
+        self._record()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.2):
+            with self._lock:
+                for service in self.services.values():
+                    self._look_after(service)
+
+    def _look_after(self, service: Service) -> None:
+        if service.process is None:
+            if service.deaths <= service.restarts and time.monotonic() >= service.next_start:
+                self._start(service)
+            return
+        code = service.process.poll()
+        if code is None:
+            return
+        service.process = None
+        service.deaths += 1
+        service.next_start = time.monotonic() + min(0.5 * 2**service.deaths, 30.0)
+        if self.on_death is not None:
+            self.on_death(service.name, code, tail(service.log), service.deaths > service.restarts)
+
+    def _record(self) -> None:
+        ids = [identify(s.process.pid) for s in self.services.values() if s.process and s.process.poll() is None]
+        path = self.folder / "processes.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"parent": this_process(), "children": [i for i in ids if i]}))
+        os.replace(part, path)
+
+
+def end_leftovers(folder: Path) -> int:
+    """End the children that a killed parent recorded in `folder`; returns how many were still there.
+
+    Raises RuntimeError if the parent is alive: the run is going on elsewhere on this machine.
+    """
+    try:
+        record = json.loads((folder / "processes.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return 0
+    if record["parent"] != this_process() and find_process(record["parent"]) is not None:
+        raise RuntimeError(record["parent"].split(":")[0])
+    left = [p for p in (find_process(child) for child in record["children"]) if p is not None]
+    end_processes(left, grace_s=10.0)
+    return len(left)
+
+
+def end_processes(processes: list[psutil.Process], grace_s: float) -> None:
+    """Terminate processes, give them `grace_s` to end, then kill them and all their descendants."""
+    family = list(processes)
+    for process in processes:
+        try:
+            family += process.children(recursive=True)
+        except psutil.NoSuchProcess:
+            pass
+    for process in processes:
+        _signal(process, signal.SIGTERM)
+    psutil.wait_procs(processes, timeout=grace_s)
+    remaining = [process for process in family if process.is_running()]
+    for process in remaining:
+        _signal(process, signal.SIGKILL)
+    psutil.wait_procs(remaining, timeout=3)
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)  # psutil checks the create time: a reused id is not signalled
+    except psutil.NoSuchProcess:
+        pass
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    """The last lines of a log file."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 200 * lines))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""
+
+
+# Parents
+
+
+def this_process() -> str:
+    """This process as `<pid>:<create time>`, which no later process shares."""
+    return identify(os.getpid()) or ""
+
+
+def identify(pid: int) -> str | None:
+    """`<pid>:<create time>`, or None if there is no such process."""
+    try:
+        return f"{pid}:{psutil.Process(pid).create_time():.2f}"
+    except psutil.NoSuchProcess:
+        return None
+
+
+def find_process(identity: str) -> psutil.Process | None:
+    """The process of an identity, or None if it has ended."""
+    pid = int(identity.split(":")[0])
+    if identify(pid) != identity:
+        return None
+    process = psutil.Process(pid)
+    return None if process.status() == psutil.STATUS_ZOMBIE else process
+
+
+def end_with_parent(then: Callable[[], None] | None = None) -> None:
+    """Watch the process named by ROLLART_PARENT and end this one with it.
+
+    Calls `then`, or sends this process a terminate signal; after 10 s more it exits whatever happens.
+    """
+    parent = os.environ.get(PARENT)
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while find_process(parent) is not None:
+            time.sleep(0.5)
+        print("the parent process is gone; ending", file=sys.stderr, flush=True)
+        if then is not None:
+            then()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def free_port() -> int:
+    """A TCP port on loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

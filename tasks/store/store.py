@@ -1,0 +1,280 @@
+"""The object store: the only state that stages share.
+
+Invariants: data is written before the manifest that names it; a reader trusts only what a manifest names and
+checks sizes and sha256; an object appears whole or not at all; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+
+from tasks.errors import DeadlineExceeded, UserError
+
+T = TypeVar("T")
+
+MANIFEST = "manifest.json"
+RETRY_DEADLINE_S = 60.0
+
+
+class CorruptObject(Exception):
+    """An object is not what its manifest says: missing, short, or of another sha256."""
+
+
+class Store:
+    """Objects below one root URI: a local folder, s3://, or anything fsspec speaks.
+
+    Keys are relative, with `/`. All methods block; transient errors (5xx, lost connections) are retried with
+    back-off for RETRY_DEADLINE_S, then raise DeadlineExceeded.
+    """
+
+    def __init__(self, uri: str, endpoint_url: str | None = None):
+        self.endpoint_url = endpoint_url
+        self.fs, self.root = _filesystem(uri, endpoint_url)
+        self.local = isinstance(self.fs, fsspec.implementations.local.LocalFileSystem)
+        self.uri = f"{self.root}" if self.local else f"{uri.split('://')[0]}://{self.root}"
+
+    def __repr__(self) -> str:
+        return f"Store({self.uri!r})"
+
+    def below(self, prefix: str) -> Store:
+        """The store rooted at `prefix` of this one."""
+        return Store(f"{self.uri}/{prefix}", self.endpoint_url)
+
+    @property
+    def poll_s(self) -> float:
+        """How long to wait between two looks at one key: an object store charges for each."""
+        return 0.05 if self.local else 0.25
+
+    # single objects
+
+    def exists(self, key: str) -> bool:
+        return self._retry(lambda: bool(self.fs.isfile(self._path(key))), f"existence of {key}")
+
+    def read(self, key: str) -> bytes:
+        """The object's bytes. Raises FileNotFoundError."""
+        return self._retry(lambda: self.fs.cat_file(self._path(key)), f"read of {key}")
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write an object, whole or not at all."""
+        if self.local:
+            _write_atomically(Path(self._path(key)), data)
+        else:
+            self._retry(lambda: self.fs.pipe_file(self._path(key), data), f"write of {key}")
+
+    def read_json(self, key: str) -> Any:
+        """A JSON object. Raises FileNotFoundError."""
+        return json.loads(self.read(key))
+
+    def write_json(self, key: str, value: Any) -> None:
+        self.write(key, json.dumps(value, indent=1, sort_keys=True).encode())
+
+    def delete(self, prefix: str) -> None:
+        """Remove an object or all objects below a prefix, manifest first. No error if there is none."""
+        self._retry(lambda: self._delete(prefix), f"removal of {prefix}")
+
+    # sets of objects under a manifest
+
+    def put(self, prefix: str, objects: dict[str, bytes | Path], **facts: Any) -> dict[str, Any]:
+        """Write `objects` below `prefix`, then the manifest with their sizes, hashes and `facts`.
+
+        Returns the manifest. A prefix that already has a manifest is left as it is: a rewrite is a no-op.
+        """
+        if (existing := self.manifest(prefix)) is not None:
+            return existing
+        files: dict[str, Any] = {}
+        for name, content in objects.items():
+            files[name] = _describe(content)
+            self._write_content(f"{prefix}/{name}", content)
+        manifest = {**facts, "files": files, "written_at": time.time()}
+        self.write_json(f"{prefix}/{MANIFEST}", manifest)
+        return manifest
+
+    def manifest(self, prefix: str) -> dict[str, Any] | None:
+        """The manifest at `prefix`, or None while the set is not complete."""
+        try:
+            return self.read_json(f"{prefix}/{MANIFEST}")
+        except FileNotFoundError:
+            return None
+
+    def get(self, prefix: str, name: str) -> bytes:
+        """One object of a manifest, checked. Raises CorruptObject, or FileNotFoundError without a manifest."""
+        expected = self._file_in(prefix, name)
+        try:
+            data = self.read(f"{prefix}/{name}")
+        except FileNotFoundError:
+            raise CorruptObject(f"{self.uri}/{prefix}/{name} is missing, but its manifest names it") from None
+        _check(f"{self.uri}/{prefix}/{name}", len(data), hashlib.sha256(data).hexdigest(), expected)
+        return data
+
+    def fetch(self, prefix: str, folder: Path) -> dict[str, Any]:
+        """Copy a manifest's objects into `folder`, checked; returns the manifest. Raises like `get`."""
+        manifest = self.manifest(prefix)
+        if manifest is None:
+            raise FileNotFoundError(f"{self.uri}/{prefix}/{MANIFEST}")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, expected in manifest["files"].items():
+            self._fetch_one(f"{prefix}/{name}", folder / name, expected)
+        return manifest
+
+    def copy(self, source: str, target: str, **facts: Any) -> dict[str, Any]:
+        """Copy a manifest's objects to another prefix, data first; its facts are kept, `facts` override."""
+        manifest = self.manifest(source)
+        if manifest is None:
+            raise FileNotFoundError(f"{self.uri}/{source}/{MANIFEST}")
+        kept = {key: value for key, value in manifest.items() if key not in ("files", "written_at")}
+        objects: dict[str, bytes | Path] = {name: self.get(source, name) for name in manifest["files"]}
+        return self.put(target, objects, **{**kept, **facts})
+
+    def numbers(self, folder: str) -> list[int]:
+        """The integers among the names directly below `folder`, sorted: versions, waves, batches."""
+        names = (name.removesuffix(".json").removesuffix(".parquet") for name in self.names(folder))
+        return sorted(int(name) for name in names if name.lstrip("-").isdigit())
+
+    def names(self, folder: str) -> list[str]:
+        """Names directly below `folder`, sorted; empty if there is none."""
+
+        def listed() -> list[str]:
+            try:
+                entries = self.fs.ls(self._path(folder), detail=False, **({} if self.local else {"refresh": True}))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            found = (str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+            return sorted(name for name in found if not name.startswith("."))
+
+        return self._retry(listed, f"listing of {folder}")
+
+    def wait_for(self, prefix: str, deadline_s: float, look_at: str) -> dict[str, Any]:
+        """Wait until `prefix` has a manifest; raises DeadlineExceeded that says where to look."""
+        started = time.monotonic()
+        while (manifest := self.manifest(prefix)) is None:
+            if time.monotonic() - started > deadline_s:
+                raise DeadlineExceeded(f"{self.uri}/{prefix}/{MANIFEST}", deadline_s, look_at)
+            time.sleep(self.poll_s)
+        return manifest
+
+    # how
+
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{key}"
+
+    def _file_in(self, prefix: str, name: str) -> dict[str, Any]:
+        manifest = self.manifest(prefix)
+        if manifest is None:
+            raise FileNotFoundError(f"{self.uri}/{prefix}/{MANIFEST}")
+        if name not in manifest["files"]:
+            raise CorruptObject(f"{self.uri}/{prefix}: the manifest does not name {name}")
+        return manifest["files"][name]
+
+    def _write_content(self, key: str, content: bytes | Path) -> None:
+        if isinstance(content, bytes):
+            self.write(key, content)
+        elif self.local:
+            _write_atomically(Path(self._path(key)), content)
+        else:
+            self._retry(lambda: self.fs.put_file(str(content), self._path(key)), f"write of {key}")
+
+    def _fetch_one(self, key: str, target: Path, expected: dict[str, Any]) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            self._retry(lambda: self.fs.get_file(self._path(key), str(part)), f"read of {key}")
+            _check(f"{self.uri}/{key}", part.stat().st_size, _sha256(part), expected)
+            os.replace(part, target)
+        except FileNotFoundError:
+            raise CorruptObject(f"{self.uri}/{key} is missing, but its manifest names it") from None
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _delete(self, prefix: str) -> None:
+        path = self._path(prefix)
+        if self.fs.isfile(path):
+            self.fs.rm_file(path)
+            return
+        if self.fs.isfile(f"{path}/{MANIFEST}"):
+            self.fs.rm_file(f"{path}/{MANIFEST}")
+        try:
+            self.fs.rm(path, recursive=True)
+        except FileNotFoundError:
+            pass
+
+    def _retry(self, operation: Callable[[], T], what: str) -> T:
+        started, pause = time.monotonic(), 0.2
+        while True:
+            try:
+                return operation()
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError):
+                raise  # an answer, not a fault
+            except OSError as error:
+                if self.local:
+                    raise
+                waited = time.monotonic() - started
+                if waited + pause > RETRY_DEADLINE_S:
+                    raise DeadlineExceeded(
+                        f"the {what} in {self.uri}", waited, f"the store's endpoint ({error})"
+                    ) from error
+            time.sleep(pause)
+            pause = min(2 * pause, 5.0)
+
+
+def _filesystem(uri: str, endpoint_url: str | None) -> tuple[Any, str]:
+    """The fsspec filesystem and the root path below it. Raises UserError for an unknown scheme."""
+    scheme = uri.split("://")[0] if "://" in uri else "file"
+    if scheme == "file":
+        uri = str(Path(uri.removeprefix("file://")).expanduser().absolute())
+    options: dict[str, Any] = {}
+    if scheme in ("s3", "s3a"):
+        options = {"use_listings_cache": False, "endpoint_url": endpoint_url or os.environ.get("AWS_ENDPOINT_URL")}
+    try:
+        fs, root = fsspec.core.url_to_fs(uri, **options)
+    except (ValueError, ImportError) as error:
+        raise UserError("store.root", f"{uri!r} cannot be opened ({error})", "use a folder or s3://bucket/prefix") from None
+    return fs, str(root).rstrip("/")
+
+
+def _write_atomically(target: Path, content: bytes | Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        if isinstance(content, bytes):
+            part.write_bytes(content)
+        else:
+            with content.open("rb") as source, part.open("wb") as sink:
+                while chunk := source.read(1 << 22):
+                    sink.write(chunk)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _describe(content: bytes | Path) -> dict[str, Any]:
+    if isinstance(content, bytes):
+        return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return {"size": content.stat().st_size, "sha256": _sha256(content)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check(where: str, size: int, sha256: str, expected: dict[str, Any]) -> None:
+    if size != expected["size"]:
+        raise CorruptObject(f"{where} has {size} bytes, but its manifest says {expected['size']}")
+    if sha256 != expected["sha256"]:
+        raise CorruptObject(f"{where} has another sha256 than its manifest says")
+
+
+def folder_objects(folder: Path, names: Iterable[str] | None = None) -> dict[str, bytes | Path]:
+    """All files below a local folder, as `Store.put` takes them."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    found: dict[str, bytes | Path] = {str(path.relative_to(folder)): path for path in files}
+    return found if names is None else {name: found[name] for name in names}

@@ -1,0 +1,165 @@
+"""Trajectories and groups, and their one format on disk and between stages: Parquet, never pickle.
+
+Invariants: `tokens`, `loss_mask`, `logprobs` and `versions` have one length; `loss_mask` is true exactly on
+tokens the policy generated; `versions` holds the weight version of each generated token and NOT_GENERATED
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+NOT_GENERATED = np.iinfo(np.int32).min
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """One attempt to make: everything a worker needs to know which episode this is."""
+
+    task: str
+    seed: int  # of the environment; the same for all members of a group
+    wave: int
+    group: int
+    index: int  # within the group
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A whole episode, token in, token out. Arrays have shape [T]."""
+
+    task: str
+    seed: int
+    wave: int
+    group: int
+    index: int
+    tokens: np.ndarray  # int32
+    loss_mask: np.ndarray  # bool
+    logprobs: np.ndarray  # float32, natural log, under the sampling distribution; 0 where not generated
+    versions: np.ndarray  # int32
+    turns: int
+    env_reward: float  # sum of the environment's step rewards
+    success: bool
+    truncated: bool  # by the context limit, the turn limit or the token limit; not an error
+    reward: float | None = None  # set by the reward stage
+    retries: int = 0  # failed attempts before this one
+    started_at: float = 0.0  # seconds since the epoch
+    ended_at: float = 0.0
+    env_s: float = 0.0  # seconds inside reset and step
+    generate_s: float = 0.0  # seconds waiting for the engine
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weight version among the generated tokens; staleness at iteration k is k minus this."""
+        return int(self.versions[self.loss_mask].min()) if self.loss_mask.any() else NOT_GENERATED
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many tokens the policy generated."""
+        return int(self.loss_mask.sum())
+
+    def scored(self, reward: float) -> Trajectory:
+        """The same trajectory with its reward."""
+        return replace(self, reward=reward)
+
+
+@dataclass(frozen=True)
+class EpisodeFailure:
+    """An episode that ended without a trajectory, after its retries. Data, not an exception."""
+
+    task: str
+    seed: int
+    wave: int
+    group: int
+    index: int
+    stage: Literal["reset", "step", "generate", "worker"]
+    reason: str
+    attempts: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """The finished, scored members of one GRPO group, and its failed episodes."""
+
+    wave: int
+    group: int
+    trajectories: list[Trajectory]
+    failures: list[EpisodeFailure] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """Names the group in batch manifests, e.g. `3/17`."""
+        return group_id(self.wave, self.group)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version among all members."""
+        return min(trajectory.oldest_version for trajectory in self.trajectories)
+
+
+def group_id(wave: int, group: int) -> str:
+    """The id of a group, as batch manifests list it."""
+    return f"{wave}/{group}"
+
+
+_ARRAYS: dict[str, Any] = {
+    "tokens": (pa.int32(), np.int32),
+    "loss_mask": (pa.bool_(), np.bool_),
+    "logprobs": (pa.float32(), np.float32),
+    "versions": (pa.int32(), np.int32),
+}
+_SCALARS: dict[str, Any] = {
+    "task": pa.string(), "seed": pa.int64(), "wave": pa.int64(), "group": pa.int64(), "index": pa.int64(),
+    "turns": pa.int64(), "env_reward": pa.float64(), "success": pa.bool_(), "truncated": pa.bool_(),
+    "reward": pa.float64(), "retries": pa.int64(), "started_at": pa.float64(), "ended_at": pa.float64(),
+    "env_s": pa.float64(), "generate_s": pa.float64(),
+}  # fmt: skip
+_SCHEMA = pa.schema(
+    [(name, kind) for name, kind in _SCALARS.items()] + [(name, pa.list_(kind)) for name, (kind, _) in _ARRAYS.items()]
+)
+
+
+def encode(trajectories: Sequence[Trajectory], failures: Iterable[EpisodeFailure] = ()) -> bytes:
+    """Parquet bytes, one row a trajectory; failures travel in the file's metadata as JSON."""
+    columns: dict[str, Any] = {name: [getattr(t, name) for t in trajectories] for name in _SCALARS}
+    for name, (kind, dtype) in _ARRAYS.items():
+        arrays = [np.asarray(getattr(t, name), dtype=dtype) for t in trajectories]
+        offsets = np.concatenate([[0], np.cumsum([len(a) for a in arrays])]).astype(np.int32)
+        flat = np.concatenate(arrays) if arrays else np.empty(0, dtype)
+        columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, type=kind))
+    meta = {b"failures": json.dumps([vars(failure) for failure in failures]).encode()}
+    table = pa.table(columns, schema=_SCHEMA).replace_schema_metadata(meta)
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
+
+
+def decode(data: bytes) -> tuple[list[Trajectory], list[EpisodeFailure]]:
+    """The inverse of `encode`. Raises pyarrow.ArrowInvalid on bytes that are not such a file."""
+    table = pq.read_table(io.BytesIO(data))
+    scalars = {name: table.column(name).to_pylist() for name in _SCALARS}
+    arrays = {name: _rows(table.column(name), dtype) for name, (_, dtype) in _ARRAYS.items()}
+    trajectories = [
+        Trajectory(**{name: scalars[name][row] for name in _SCALARS}, **{name: arrays[name][row] for name in _ARRAYS})
+        for row in range(table.num_rows)
+    ]
+    failures = json.loads((table.schema.metadata or {}).get(b"failures", b"[]"))
+    return trajectories, [EpisodeFailure(**failure) for failure in failures]
+
+
+def _rows(column: pa.ChunkedArray, dtype: Any) -> list[np.ndarray]:
+    """The arrays of a list column, without going through Python objects."""
+    array = column.combine_chunks()
+    flat = np.asarray(array.flatten().to_numpy(zero_copy_only=False), dtype=dtype)
+    lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+    return list(np.split(flat, np.cumsum(lengths)[:-1])) if len(lengths) else []
+
+
+assert {f.name for f in fields(Trajectory)} == set(_SCALARS) | set(_ARRAYS)
