@@ -50,6 +50,7 @@ class TaskConfig(Section):
     name: str
     weight: float = Field(1.0, gt=0, description="share of groups drawn from this task, relative to the others")
     max_action_tokens: int | None = Field(None, ge=1, description="default: what the environment says")
+    reward: str = Field("env_return", description="a registered reward, or your own as 'package.module:function'")
     options: dict[str, Any] = {}
 
 
@@ -212,6 +213,10 @@ class RunConfig(Section):
         if self.loss.correction == "auto":
             return "none" if self.rollout.max_staleness == 0 else "decoupled"
         return self.loss.correction
+
+    def task(self, name: str) -> TaskConfig:
+        """The settings of a task of this run, by name. Raises KeyError."""
+        return {task.name: task for task in self.tasks}[name]
 
     def to_toml(self) -> str:
         """The resolved configuration; `load_config` reads it back to an equal value."""

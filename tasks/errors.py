@@ -27,3 +27,14 @@ class DeadlineExceeded(TimeoutError):
 
     def __reduce__(self) -> tuple[type, tuple[str, float, str]]:
         return type(self), (self.waited_for, self.seconds, self.look_at)
+
+
+class RunFailed(Exception):
+    """A run that started and ended badly: the reason, and where to look; the command line exits with code 1."""
+
+    def __init__(self, reason: str, look_at: str = ""):
+        self.reason, self.look_at = reason, look_at
+        super().__init__(f"{reason}\n  look at: {look_at}" if look_at else reason)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.reason, self.look_at)

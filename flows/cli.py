@@ -1,0 +1,314 @@
+"""The command line: `rollart train|warm-start|evaluate|play|resume|runs|doctor`.
+
+Exit codes: 0 done, 1 the run failed (reason and where to look), 2 bad input (the setting and the fix),
+128 + n ended by signal n. Everything costly is imported inside the command that needs it, so `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from tasks.errors import DeadlineExceeded, RunFailed, UserError
+
+if TYPE_CHECKING:
+    from flows.progress import Progress
+    from tasks.config import RunConfig
+    from tasks.store import Store
+
+CONFIGS = Path(__file__).parent.parent / "deployments" / "configs"
+HARD_EXIT_S = 15.0  # after a signal, the longest wait for the run to end its children in order
+
+
+class _Commands(click.Group):
+    """A group that turns the project's errors into one message on stderr and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            _leave(f"error: {error}", 2)
+        except RunFailed as error:
+            _leave(f"the run failed: {error}", 1)
+        except DeadlineExceeded as error:
+            _leave(f"gave up: {error}", 1)
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    click.echo(message, err=True)
+    sys.exit(code)
+
+
+class _Example(click.Command):
+    """A command whose docstring keeps its line breaks, so that examples stay readable."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for line in (self.help or "").splitlines():
+            formatter.write(f"  {line}".rstrip() + "\n")
+
+
+_SETTINGS = {"context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 110}}
+_SET = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting; repeatable."
+)
+_STORE = click.option(
+    "--store",
+    "root",
+    envvar="ROLLART_STORE",
+    default="runs",
+    show_default=True,
+    show_envvar=True,
+    help="Store root the run is in: a folder or s3://bucket/prefix.",
+)
+
+
+@click.group(cls=_Commands, **_SETTINGS)  # type: ignore[arg-type]
+@click.version_option(package_name="prefect-rollart")
+def cli() -> None:
+    """Train LLM agents with reinforcement learning, as operable Prefect flows.
+
+    \b
+    rollart train frozenlake        train the default small agent on this machine
+    rollart play RUN                watch the trained agent
+    """
+
+
+@cli.command(cls=_Example)
+@click.argument("config")
+@_SET
+@click.option("--name", help="Name of the run. Default: from the config's file name and the time.")
+@click.option("--dry-run", is_flag=True, help="Check everything and print the plan; start nothing.")
+def train(config: str, overrides: tuple[str, ...], name: str | None, dry_run: bool) -> None:
+    """Train a policy with RL, after a warm start if the config asks for one.
+
+    CONFIG is a TOML file, or the name of a shipped one: frozenlake, two-tasks, smoke.
+
+    Examples:
+      rollart train frozenlake
+      rollart train my.toml --set trainer.learning_rate=1e-4 --name try-1
+      rollart train frozenlake --set store.root=s3://bucket/runs --dry-run
+    """
+    _new_run("train", config, overrides, name, dry_run)
+
+
+@cli.command("warm-start", cls=_Example)
+@click.argument("config")
+@_SET
+@click.option("--name", help="Name of the run. Default: from the config's file name and the time.")
+@click.option("--dry-run", is_flag=True, help="Check everything and print the plan; start nothing.")
+def warm_start(config: str, overrides: tuple[str, ...], name: str | None, dry_run: bool) -> None:
+    """Make only the supervised warm start: version 0 of a run, which `rollart resume` then trains.
+
+    Example:
+      rollart warm-start frozenlake --name warm-1
+    """
+    _new_run("warm-start", config, overrides, name, dry_run)
+
+
+@cli.command(cls=_Example)
+@click.argument("run")
+@_STORE
+@_SET
+def resume(run: str, root: str, overrides: tuple[str, ...]) -> None:
+    """Continue a run that was stopped, killed or failed; no group is trained twice and none is lost.
+
+    A few settings may change: more iterations, deadlines, restarts, tracking, where services run, and where
+    the store is. Anything that would make it another experiment is refused.
+
+    Examples:
+      rollart resume frozenlake-1129-143012
+      rollart resume frozenlake-1129-143012 --set iterations=50
+    """
+    from flows import checks
+
+    store, config = _stored(run, root, overrides)
+    changed = checks.resumed_config(store, config, list(overrides))
+    name = _split(run, root)[1]
+    checks.preflight(changed, name, store=store, resume=True)
+    if changed != config:
+        store.write("config.toml", changed.to_toml().encode())
+    _watch("train", store, changed)
+
+
+@cli.command(cls=_Example)
+@click.argument("run")
+@_STORE
+@click.option("--version", type=int, help="Policy version. Default: the latest.")
+@click.option(
+    "--episodes", type=click.IntRange(min=1), help="Per task. Default: evaluation.episodes of the run."
+)
+@click.option("--temperature", type=click.FloatRange(min=0), help="0 is greedy. Default: that of the run.")
+def evaluate(
+    run: str, root: str, version: int | None, episodes: int | None, temperature: float | None
+) -> None:
+    """Evaluate one version of a run on the fixed held-out seeds.
+
+    Example:
+      rollart evaluate frozenlake-1129-143012 --version 25 --temperature 0
+    """
+    from flows import checks
+
+    store, config = _stored(run, root)
+    chosen = checks.existing_version(store, version)
+    checks.not_running(store)
+    checks.preflight(config, _split(run, root)[1], store=store, resume=True)
+    given = {"episodes": episodes, "temperature": temperature}
+    _watch("evaluate", store, config, version=chosen, **{k: v for k, v in given.items() if v is not None})
+
+
+@cli.command(cls=_Example)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def doctor(as_json: bool) -> None:
+    """Say what this machine can run and what is missing, with the fix for each.
+
+    Exits 0 if the default local run can run here, 1 if not.
+
+    Example:
+      rollart doctor --json
+    """
+    import json
+
+    from flows import doctor as doctors
+
+    findings = doctors.diagnose()
+    click.echo(json.dumps(doctors.as_json(findings), indent=1) if as_json else doctors.as_text(findings))
+    sys.exit(0 if doctors.can_run(findings) else 1)
+
+
+# How a run starts and is watched
+
+
+def _new_run(
+    kind: str, config_name: str, overrides: tuple[str, ...], name: str | None, dry_run: bool
+) -> None:
+    from flows import checks, view
+    from tasks.config import load_config
+    from tasks.store import layout
+
+    path = find_config(config_name)
+    named = [*overrides, *([f"name={name!r}"] if name else [])]
+    config = load_config(path, named)
+    if config.name is None:
+        config = load_config(path, [*named, f"name={run_name(path)!r}"])
+    plan = checks.preflight(config, str(config.name), resume=False)
+    if dry_run:
+        view.show_plan(plan)
+        return
+    store = checks.store_of(config).below(str(config.name))
+    store.write(layout.CONFIG, config.to_toml().encode())
+    _watch(kind, store, config)
+
+
+def find_config(name: str) -> Path:
+    """The file of a config given as a path or as the name of a shipped one. Raises UserError."""
+    path = Path(name)
+    if path.suffix == ".toml" or "/" in name:
+        return path
+    shipped = {file.stem: file for file in sorted(CONFIGS.glob("*.toml"))}
+    if name in shipped:
+        return shipped[name]
+    import difflib
+
+    near = difflib.get_close_matches(name, shipped, n=1)
+    did = f"did you mean {near[0]!r}? " if near else ""
+    raise UserError(
+        "CONFIG",
+        f"there is no shipped config {name!r}",
+        f"{did}give a .toml file or one of: {', '.join(shipped)}",
+    )
+
+
+def run_name(path: Path) -> str:
+    """A name for a new run: `frozenlake-1129-143012` (month, day, hour, minute, second)."""
+    stem = "".join(c if c.isalnum() or c in "._-" else "-" for c in path.stem.lower()).strip("._-") or "run"
+    return f"{stem[:40]}-{time.strftime('%m%d-%H%M%S')}"
+
+
+def _split(run: str, root: str) -> tuple[str, str]:
+    """RUN as (store root, name): a name below the store root, or a whole URI."""
+    run = run.rstrip("/")
+    if "/" not in run:
+        return root, run
+    parent, _, name = run.rpartition("/")
+    return parent or "/", name
+
+
+def _stored(run: str, root: str, overrides: tuple[str, ...] = ()) -> tuple[Store, RunConfig]:
+    """The store and the resolved configuration of an existing run. Raises UserError."""
+    from flows import checks
+
+    moved = dict(o.partition("=")[::2] for o in overrides)
+    root = moved.get("store.root", root).strip("\"'")
+    endpoint = moved.get("store.endpoint_url", "").strip("\"'") or None
+    root, name = _split(run, root)
+    return checks.stored_run(root, name, endpoint)
+
+
+def _watch(kind: str, store: Store, config: RunConfig, **parameters: Any) -> None:
+    """Run a flow in a thread of its own, show its progress in this one, end with the right exit code."""
+    from flows import view
+    from flows.progress import Progress
+
+    progress = Progress(run=str(config.name), iterations=config.iterations)
+    stop, done = threading.Event(), threading.Event()
+    received = _catch_signals(stop, progress)
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            from flows.local import run_flow
+
+            outcome.append(run_flow(kind, store.uri, store.endpoint_url, progress, stop=stop, **parameters))
+        except BaseException as error:
+            outcome.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=work, name="flow", daemon=True).start()
+    view.watch(progress, done)
+    result = outcome[0]
+    if received:
+        view.show_stopped(progress, store)
+        sys.exit(128 + received[0])
+    if isinstance(result, BaseException):
+        view.show_stopped(progress, store)
+        raise result
+    view.show_summary(kind, progress, store, result)
+
+
+def _catch_signals(stop: threading.Event, progress: Progress) -> list[int]:
+    """The first signal asks the run to stop in order; a second, or HARD_EXIT_S, ends this process at once.
+
+    Services notice that their parent is gone, so a hard exit leaves none behind either.
+    """
+    received: list[int] = []
+
+    def handle(number: int, _frame: Any) -> None:
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+        progress.phase = "stopping; the run can be resumed (once more to end at once)"
+        stop.set()
+        watchdog = threading.Timer(HARD_EXIT_S, lambda: os._exit(128 + number))
+        watchdog.daemon = True
+        watchdog.start()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handle)
+    return received
+
+
+def main() -> None:
+    """Entry point of the `rollart` command."""
+    cli(prog_name="rollart")
+
+
+if __name__ == "__main__":
+    main()

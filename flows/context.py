@@ -1,0 +1,133 @@
+"""The live side of one run in the controller's process: what the flows share besides the store.
+
+Flows and tasks take the run's URI as their parameter, which is what the Prefect UI shows, and find the live
+objects here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+import tomllib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from flows.progress import Progress
+from hardware.pools import pool_for
+from tasks.config import RunConfig, parse_config
+from tasks.errors import DeadlineExceeded
+from tasks.rollout.ledger import GroupKey, Ledger
+from tasks.services import Supervisor, work_folder
+from tasks.store import Store, layout
+from tasks.trajectory import Group
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from tasks.tracking.mlflow_tracker import Tracker
+
+API_KEY = "ROLLART_API_KEY"
+
+
+@dataclass
+class RunContext:
+    """Everything live about one run."""
+
+    store: Store
+    config: RunConfig
+    progress: Progress
+    supervisor: Supervisor
+    tracker: Tracker
+    dask: Client | None = None
+    ledger: Ledger | None = None
+    served: int | None = None  # the lowest version that every ready engine serves
+    finished: dict[GroupKey, Group] = field(default_factory=dict)  # finished groups that no batch consumed yet
+    cancel_episodes: dict[int, Callable[[list[GroupKey]], None]] = field(default_factory=dict)  # by wave
+    spans: list[dict[str, Any]] = field(default_factory=list)  # of the iteration in work
+    failed_episodes: int = 0
+    problems: list[str] = field(default_factory=list)  # deaths of services, to be logged by the flow
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def run(self) -> str:
+        return self.store.uri
+
+    @property
+    def name(self) -> str:
+        """The run's name: the last part of its URI."""
+        return self.store.uri.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def groups(self) -> Ledger:
+        """The ledger of groups; it exists from the start of the two lanes on."""
+        assert self.ledger is not None
+        return self.ledger
+
+    async def notify(self) -> None:
+        """Wake everything that waits for a change of the ledger or of the served version."""
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def wait_until(self, true: Callable[[], bool], deadline_s: float, what: str, look_at: str) -> None:
+        """Wait for a condition on the ledger or the served version; raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(deadline_s), self.changed:
+                await self.changed.wait_for(true)
+        except TimeoutError:
+            raise DeadlineExceeded(what, deadline_s, look_at) from None
+
+    @contextlib.contextmanager
+    def span(self, lane: Literal["rollout", "reward", "train", "weights", "evaluate", "collect"], name: str) -> Iterator[None]:
+        """Record when a stage worked, for the timeline and the time per stage."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.spans.append({"lane": lane, "name": name, "start": start, "end": time.time()})
+
+
+_live: dict[str, RunContext] = {}
+
+
+def live(run: str) -> RunContext:
+    """The context of a run that this process controls."""
+    return _live[run]
+
+
+@contextlib.asynccontextmanager
+async def open_context(store: Store, progress: Progress, supervisor: Supervisor) -> AsyncIterator[RunContext]:
+    """Make the context of the run at `store`, with its tracker; closed again at the end."""
+    from tasks.tracking.mlflow_tracker import Tracker
+
+    config = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
+    name = store.uri.rstrip("/").rsplit("/", 1)[-1]
+    context = RunContext(store, config, progress, supervisor, Tracker(config, name, store))
+    progress.iterations = config.iterations
+    _live[store.uri] = context
+    try:
+        yield context
+    finally:
+        del _live[store.uri]
+
+
+def api_key(store: Store) -> str:
+    """The key of the run's engines: made once, kept in the run's work folder with mode 0600."""
+    path = work_folder(store) / "engine.key"
+    if not path.exists():
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(32))
+    return path.read_text()
+
+
+@contextlib.contextmanager
+def on_pool(stage: str, config: RunConfig) -> Iterator[None]:
+    """Flow runs and task runs started inside carry the stage's pool and hardware as Prefect tags."""
+    from prefect import tags
+
+    with tags(f"stage:{stage}", *pool_for(stage, config.pools).prefect_tags):
+        yield

@@ -1,0 +1,77 @@
+"""Evaluation of one version on fixed held-out seeds: the same episodes for every version and every run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+
+from flows import reporting
+from flows.context import RunContext, live, on_pool
+from tasks.environments import best_fixed_success
+from tasks.reward import score
+from tasks.rollout.dispatch import EpisodeJob, EpisodePool
+from tasks.rollout.waves import evaluation_specs
+from tasks.store import layout
+from tasks.trajectory import EpisodeFailure, Trajectory
+
+EVALUATION_PRIORITY = 1_000_000  # before training episodes: the training lane waits for it
+
+
+@flow(flow_run_name="evaluate-v{version}", persist_result=False)
+async def evaluate(run: str, version: int, episodes: int | None = None, temperature: float | None = None) -> dict[str, Any]:
+    """Evaluate the served `version`, record it in the store, and return the record.
+
+    Returns `{"version", "temperature", "tasks": {name: {"success", "reward", "episodes", "failed", ...}}}`.
+    """
+    context = live(run)
+    settings = context.config.evaluation
+    temperature = settings.temperature if temperature is None else temperature
+    with on_pool("evaluate", context.config), context.span("evaluate", f"version {version}"):
+        tasks = await run_episodes(run, version, episodes or settings.episodes, temperature)
+    record = {"version": version, "temperature": temperature, "tasks": tasks}
+    await asyncio.to_thread(context.store.write_json, layout.evaluation(version), record)
+    await reporting.report_evaluation(context, record)
+    return record
+
+
+@task(task_run_name="episodes-v{version}", cache_policy=NO_CACHE, persist_result=False)
+async def run_episodes(run: str, version: int, episodes: int, temperature: float) -> dict[str, dict[str, Any]]:
+    """Run the held-out episodes of every task, and summarise them by task."""
+    context = live(run)
+    job = EpisodeJob.for_run(context.store, context.config, split="held_out", temperature=temperature)
+    specs = [spec for task in context.config.tasks for spec in evaluation_specs(task, episodes)]
+    context.progress.episodes_done, context.progress.episodes_wanted = 0, len(specs)
+    results: dict[str, list[Trajectory | EpisodeFailure]] = defaultdict(list)
+    async with EpisodePool(context.dask, job) as pool:
+        pool.submit(specs, priority=EVALUATION_PRIORITY)
+        async for spec, result in pool.results():
+            results[spec.task].append(result)
+            context.progress.episodes_done += 1
+            if context.progress.episodes_done == len(specs):
+                break
+    return {name: _summary(context, name, found) for name, found in results.items()}
+
+
+def _summary(context: RunContext, name: str, results: list[Trajectory | EpisodeFailure]) -> dict[str, Any]:
+    settings = context.config.task(name)
+    trajectories = [result for result in results if isinstance(result, Trajectory)]
+    summary: dict[str, Any] = {
+        "episodes": len(trajectories),
+        "failed": len(results) - len(trajectories),
+        "success": _mean([t.success for t in trajectories]),
+        "reward": _mean([score(t, settings) for t in trajectories]),
+        "turns": _mean([t.turns for t in trajectories]),
+        "generated_tokens": _mean([t.generated_tokens for t in trajectories]),
+        "truncated": _mean([t.truncated for t in trajectories]),
+    }
+    fixed = best_fixed_success(settings, [t.seed for t in trajectories])
+    return summary if fixed is None else {**summary, "best_fixed_path": fixed}
+
+
+def _mean(values: list[Any]) -> float:
+    return float(np.mean(values)) if values else 0.0

@@ -1,0 +1,136 @@
+"""Start the services of a run, and keep an eye on them.
+
+Placement `local`: each service is a supervised child process. What a service is and how it does is read from
+its registration in the store, so nothing here depends on where it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+
+from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from flows.context import API_KEY, RunContext, api_key, live, on_pool
+from tasks.errors import DeadlineExceeded, RunFailed
+from tasks.services import Registration, registered, tail
+
+MODULES = {
+    "engine": "tasks.inference.agent",
+    "trainer": "tasks.training.service",
+    "environments": "tasks.environments.cluster",
+}
+ROLE_STAGE = {"engine": "engine", "trainer": "train", "environments": "rollout"}
+ALL = ("trainer", "environments", "engine")
+
+
+@flow(flow_run_name="provision", persist_result=False)
+async def provision(run: str, kinds: Sequence[str] = ALL, pin_version: int | None = None) -> None:
+    """Start the services of `kinds`, and wait for trainer and environments.
+
+    Engines boot on while a warm start trains: whoever needs one waits for the version it must serve.
+    """
+    context = live(run)
+    started_at = time.time()
+    for kind in kinds:
+        for name in service_names(context, kind):
+            with on_pool(ROLE_STAGE[kind], context.config):
+                await start_service(run, kind, name, pin_version if kind == "engine" else None)
+    await asyncio.gather(*(ready(context, kind, started_at) for kind in kinds if kind != "engine"))
+    if "environments" in kinds:
+        from tasks.environments.cluster import connect
+
+        context.dask = await connect(context.store, asynchronous=True)
+
+
+def service_names(context: RunContext, kind: str) -> list[str]:
+    """The names under which services of a kind register."""
+    if kind == "engine":
+        return [f"engine-{i}" for i in range(context.config.inference.engines)]
+    return [kind]
+
+
+@task(task_run_name="start-{name}", cache_policy=NO_CACHE, persist_result=False)
+async def start_service(run: str, kind: str, name: str, pin_version: int | None) -> None:
+    """Start one service as a child process of the run."""
+    context = live(run)
+    argv = [sys.executable, "-m", MODULES[kind], "--store", run]
+    if context.store.endpoint_url:
+        argv += ["--endpoint-url", context.store.endpoint_url]
+    if kind == "engine":
+        argv += ["--name", name]
+    if pin_version is not None:
+        argv += ["--pin-version", str(pin_version)]
+    restarts = {"engine": context.config.inference.restarts, "trainer": context.config.trainer.restarts}
+    context.supervisor.add(name, argv, {API_KEY: api_key(context.store)}, restarts.get(kind, 3))
+    get_run_logger().info("started %s; log: %s", name, context.supervisor.services[name].log)
+
+
+async def ready(context: RunContext, kind: str, started_at: float) -> Registration:
+    """Wait until a service has registered itself as ready since `started_at`."""
+    settings = context.config.trainer if kind == "trainer" else context.config.inference
+    deadline = time.monotonic() + settings.start_deadline_s
+    while time.monotonic() < deadline:
+        found = await asyncio.to_thread(registered, context.store, kind)
+        if found is not None and found.status == "ready" and found.started_at >= started_at - 1:
+            return found
+        raise_if_given_up(context)
+        await asyncio.sleep(0.2)
+    log = context.supervisor.services[kind].log
+    raise DeadlineExceeded(f"service {kind} to be ready", settings.start_deadline_s, str(log))
+
+
+async def watch_services(context: RunContext) -> None:
+    """Follow the registrations until cancelled: the served version, what the view shows, services that gave up.
+
+    Raises RunFailed when a service died more often than its `restarts` allow.
+    """
+    from tasks.inference.client import served_version
+
+    logger = get_run_logger()
+    while True:
+        served = await asyncio.to_thread(served_version, context.store, context.config.inference.engines)
+        if served is not None and served != context.served:
+            context.served = served
+            await context.notify()
+        while context.problems:
+            logger.warning(context.problems.pop(0))
+        await asyncio.to_thread(_show_services, context)
+        raise_if_given_up(context)
+        await asyncio.sleep(max(context.store.poll_s, 0.1))
+
+
+def _show_services(context: RunContext) -> None:
+    shown = {}
+    for name in context.supervisor.services:
+        if (found := registered(context.store, name)) is not None:
+            version = "" if found.version is None else f", version {found.version}"
+            shown[name] = f"{found.status}{version}" + (f": {found.detail}" if found.detail else "")
+    context.progress.services = shown
+
+
+def raise_if_given_up(context: RunContext) -> None:
+    """Fail the run with a service's own reason once it may not be restarted any more."""
+    service = context.supervisor.failed()
+    if service is None:
+        return
+    found = registered(context.store, service.name)
+    reason = found.detail if found is not None and found.status == "failed" else "it died"
+    raise RunFailed(
+        f"service {service.name} gave up after {service.deaths} deaths: {reason}\n{tail(service.log, 15)}",
+        look_at=str(service.log),
+    )
+
+
+def on_death(context_problems: list[str], progress_say) -> object:  # type: ignore[no-untyped-def]
+    """The supervisor's callback: note the death for the flow's log and for the person who watches."""
+
+    def note(name: str, code: int, log_tail: str, gave_up: bool) -> None:
+        what = "gave up" if gave_up else "is restarted"
+        progress_say(f"{name} ended with code {code} and {what}")
+        context_problems.append(f"{name} ended with code {code} and {what}; the end of its log:\n{log_tail}")
+
+    return note

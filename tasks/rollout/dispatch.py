@@ -1,0 +1,232 @@
+"""Episodes as Dask futures: what is sent, what runs on a worker, and the stream of results.
+
+Prefect sees stages, Dask sees episodes. A future carries one small EpisodeSpec and one small EpisodeJob; the
+rest (configuration, tokenizer, engine client) each worker reads from the store once. Episodes of older waves
+go first. A worker that dies costs a retry of its episodes: Dask runs them again elsewhere, and after several
+deaths under one episode that episode counts as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import threading
+import tomllib
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distributed import Client, Future, get_worker
+from distributed.worker import thread_state
+
+from tasks.config import RunConfig, parse_config
+from tasks.environments import Split
+from tasks.environments.cluster import SLOT
+from tasks.environments.deadline import abandoned_calls
+from tasks.errors import UserError
+from tasks.rollout.chat import ChatRenderer
+from tasks.rollout.episode import Generate, run_episode
+from tasks.store import Store, layout
+from tasks.trajectory import EpisodeFailure, EpisodeSpec, Trajectory
+
+MAX_ABANDONED = 32  # hung environment calls a worker process may hold before it is replaced
+
+Result = Trajectory | EpisodeFailure
+
+
+@dataclass(frozen=True)
+class EpisodeJob:
+    """What the episodes of a pool have in common.
+
+    `engine` names a function `(store, config) -> Generate` as `package.module:function`; it is called once a
+    worker process.
+    """
+
+    store_uri: str
+    endpoint_url: str | None = None
+    temperature: float = 1.0
+    split: Split = "train"
+    engine: str = "tasks.rollout.dispatch:engine_client"
+
+
+def engine_client(store: Store, config: RunConfig) -> Generate:
+    """The client of the run's engines."""
+    from tasks.inference.client import EngineClient
+
+    return EngineClient(store, config).generate
+
+
+# On the worker
+
+
+@dataclass(frozen=True)
+class _Setup:
+    config: RunConfig
+    chat: ChatRenderer
+    generate: Generate
+
+
+_setups: dict[tuple[str, str | None, str], _Setup] = {}
+_setup_lock = threading.Lock()
+
+
+def _setup(job: EpisodeJob) -> _Setup:
+    """This process's configuration, tokenizer and engine client for a run, made once."""
+    key = (job.store_uri, job.endpoint_url, job.engine)
+    with _setup_lock:
+        if key not in _setups:
+            store = Store(job.store_uri, job.endpoint_url)
+            config = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
+            module, _, function = job.engine.partition(":")
+            generate = getattr(importlib.import_module(module), function)(store, config)
+            _setups[key] = _Setup(config, ChatRenderer.from_store(store), generate)
+        return _setups[key]
+
+
+def run_on_worker(spec: EpisodeSpec, job: EpisodeJob) -> Result:
+    """One episode, as a Dask task."""
+    setup = _setup(job)
+    task = next(task for task in setup.config.tasks if task.name == spec.task)
+    worker, key = get_worker(), thread_state.key
+
+    def cancelled() -> bool:
+        state = worker.state.tasks.get(key)
+        return state is None or state.state == "cancelled"
+
+    result = run_episode(
+        spec,
+        task,
+        setup.config.environments,
+        setup.generate,
+        setup.chat,
+        context_limit=setup.config.policy.context_limit,
+        temperature=job.temperature,
+        split=job.split,
+        cancelled=cancelled,
+    )
+    if abandoned_calls() > MAX_ABANDONED:
+        _replace_worker(worker)
+    return result
+
+
+def _replace_worker(worker: Any) -> None:
+    """Have this worker process replaced by a new one; Dask runs its unfinished episodes again."""
+    reason = f"{abandoned_calls()} environment calls hang"
+    worker.loop.add_callback(worker.close_gracefully, restart=True, reason=reason)
+
+
+# On the controller
+
+
+class EpisodePool:
+    """Episodes in flight on a Dask cluster; belongs to the event loop of its asynchronous client.
+
+    Results come in the order in which episodes finish:
+
+        pool.submit(specs)
+        async for result in pool: ...
+    """
+
+    def __init__(self, client: Client, job: EpisodeJob):
+        self._client, self._job = client, job
+        self._loop = asyncio.get_running_loop()
+        self._futures: dict[EpisodeSpec, Future] = {}
+        self._specs: dict[str, EpisodeSpec] = {}  # by key of the future
+        self._finished: asyncio.Queue[Future] = asyncio.Queue()
+        self._results: deque[Result] = deque()
+        self._serial = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Episodes submitted whose results have not been handed out."""
+        return len(self._futures) + len(self._results)
+
+    @property
+    def in_flight_specs(self) -> list[EpisodeSpec]:
+        """The episodes that have not finished."""
+        return list(self._futures)
+
+    def submit(self, specs: Sequence[EpisodeSpec], priority: int | None = None) -> None:
+        """Send episodes; returns at once. Higher `priority` first; by default older waves first."""
+        fresh = [spec for spec in specs if spec not in self._futures]
+        if not fresh:
+            return
+        self._serial += 1
+        keys = [f"episode-{s.wave}-{s.group}-{s.index}-{self._serial}-{n}" for n, s in enumerate(fresh)]
+        futures = self._client.map(
+            run_on_worker,
+            fresh,
+            job=self._job,
+            key=keys,
+            pure=False,
+            resources={SLOT: 1},
+            priority=-min(spec.wave for spec in fresh) if priority is None else priority,
+        )
+        for spec, future in zip(fresh, futures, strict=True):
+            self._futures[spec] = future
+            self._specs[future.key] = spec
+            future.add_done_callback(self._done)
+
+    async def cancel(self, specs: Iterable[EpisodeSpec]) -> None:
+        """Drop episodes: those waiting never start, those running stop at their next turn. No result comes."""
+        futures = []
+        for spec in specs:
+            future = self._futures.pop(spec, None)
+            if future is not None:
+                del self._specs[future.key]
+                futures.append(future)
+        if futures:
+            await self._client.cancel(futures)
+
+    async def next(self) -> Result:
+        """The next finished episode; waits, also while nothing is in flight."""
+        while not self._results:
+            await self._collect()
+        return self._results.popleft()
+
+    async def close(self) -> None:
+        """Drop everything in flight."""
+        self._results.clear()
+        await self.cancel(list(self._futures))
+
+    async def __aiter__(self) -> AsyncIterator[Result]:
+        """Finished episodes, until none is in flight."""
+        while self.in_flight:
+            yield await self.next()
+
+    def _done(self, future: Future) -> None:
+        """From one of Dask's threads."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._finished.put_nowait, future)
+
+    async def _collect(self) -> None:
+        """Move all finished futures to results, with one gather."""
+        finished = [await self._finished.get()]
+        while not self._finished.empty():
+            finished.append(self._finished.get_nowait())
+        wanted = [future for future in finished if future.key in self._specs]
+        good = [future for future in wanted if future.status == "finished"]
+        results = (
+            dict(zip([f.key for f in good], await self._client.gather(good), strict=True)) if good else {}
+        )
+        for future in wanted:
+            spec = self._specs.pop(future.key, None)
+            if spec is None:  # cancelled during the gather
+                continue
+            del self._futures[spec]
+            self._results.append(
+                results[future.key] if future.key in results else await _failure(spec, future)
+            )
+
+
+async def _failure(spec: EpisodeSpec, future: Future) -> EpisodeFailure:
+    """What a future without a result means. Raises UserError if that is what the episode raised."""
+    if future.status == "error":
+        error = await future.exception()
+        if isinstance(error, UserError):
+            raise error
+        reason = f"{type(error).__name__}: {error}"[:500]
+    else:
+        reason = f"the environments cluster lost it ({future.status})"
+    return EpisodeFailure(**vars(spec), stage="worker", reason=reason, attempts=1)

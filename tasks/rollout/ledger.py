@@ -1,0 +1,139 @@
+"""Which groups exist, where each one stands, and which batch may consume it. Pure bookkeeping: no clock, no I/O.
+
+A group is pending -> running -> finished -> consumed. Invariants, for every sequence of calls:
+
+- a group is consumed at most once, and only if `k - oldest version <= max_staleness` at batch `k`;
+- no group is lost: one that got too old or whose environment worker died goes back to pending with the same
+  seed, and one whose environments failed is replaced by a new group of the same wave;
+- at most `groups + redundancy` groups a wave are pending, running or finished at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+GroupKey = tuple[int, int]  # wave, group
+
+
+@dataclass
+class _Entry:
+    state: Literal["pending", "running", "finished", "consumed", "failed", "dropped"] = "pending"
+    oldest: int = 0  # of a running group: the version served when it was dispatched
+
+
+class Ledger:
+    """The groups of one run.
+
+    `consumed` and `finished` (group -> oldest version) restore what the store already holds after a restart.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        redundancy: int,
+        max_staleness: int,
+        waves: int,
+        consumed: Iterable[GroupKey] = (),
+        finished: Mapping[GroupKey, int] | None = None,
+    ):
+        self.groups, self.redundancy, self.max_staleness, self.waves = groups, redundancy, max_staleness, waves
+        self._entries: dict[GroupKey, _Entry] = {key: _Entry("consumed") for key in consumed}
+        for key, oldest in (finished or {}).items():
+            self._entries.setdefault(key, _Entry("finished", oldest))
+        self.expired = 0  # groups that got too old and were dispatched again
+        self.failures = 0  # groups replaced because their environments failed
+
+    def admits(self, wave: int, version: int) -> bool:
+        """Whether `wave` may be dispatched while the engines serve `version`."""
+        return wave <= version + self.max_staleness
+
+    def open_wave(self, wave: int) -> None:
+        """Add the groups of a wave; what a restart restored is kept as it stands."""
+        for group in range(self.groups + self.redundancy):
+            self._entries.setdefault((wave, group), _Entry())
+
+    def dispatch(self, wave: int, version: int) -> list[GroupKey]:
+        """The wave's pending groups, now running under `version`."""
+        keys = [key for key in self._of(wave) if self._entries[key].state == "pending"]
+        for key in keys:
+            self._entries[key] = _Entry("running", version)
+        return keys
+
+    def finish(self, key: GroupKey, oldest_version: int) -> bool:
+        """A running group finished; false if it is no longer wanted (it expired or was dropped meanwhile)."""
+        if self._entries[key].state != "running":
+            return False
+        self._entries[key] = _Entry("finished", oldest_version)
+        return True
+
+    def fail(self, key: GroupKey) -> GroupKey | None:
+        """A running group has too few trajectories to compare; returns the pending group that replaces it."""
+        if self._entries[key].state != "running":
+            return None
+        self._entries[key].state = "failed"
+        self.failures += 1
+        wave = key[0]
+        replacement = (wave, 1 + max(group for w, group in self._entries if w == wave))
+        self._entries[replacement] = _Entry()
+        return replacement
+
+    def batch(self, k: int) -> list[GroupKey] | None:
+        """The groups of batch `k`, oldest wave first, or None while too few fresh ones are finished."""
+        fresh = [key for key, e in sorted(self._entries.items()) if e.state == "finished" and self._fresh(e, k)]
+        return fresh[: self.groups] if len(fresh) >= self.groups else None
+
+    def consume(self, keys: Iterable[GroupKey]) -> None:
+        """The batch manifest that names these groups is written."""
+        for key in keys:
+            self._entries[key].state = "consumed"
+
+    def expire(self, k: int) -> list[GroupKey]:
+        """Send groups that batch `k` could not consume any more back to pending, spare ones away.
+
+        Returns the keys whose episodes are to be cancelled. Call it when the batch before `k` is closed.
+        """
+        stale = [
+            key for key, e in sorted(self._entries.items()) if e.state in ("running", "finished") and not self._fresh(e, k)
+        ]
+        cancelled = [key for key in stale if self._entries[key].state == "running"]
+        wanted = (self.waves - k) * self.groups  # groups that batches k, k + 1, ... still need
+        for key in stale:
+            later = sum(e.state in ("pending", "running", "finished") for e in self._entries.values()) - 1
+            opened = {wave for wave, _ in self._entries}
+            unopened = sum(wave not in opened for wave in range(self.waves)) * self.groups
+            needed = later + unopened < wanted
+            self._entries[key] = _Entry("pending" if needed else "dropped")
+            self.expired += needed
+        return cancelled
+
+    def close(self) -> list[GroupKey]:
+        """The last batch is closed: nothing else is wanted. Returns the keys whose episodes are to be cancelled."""
+        running = [key for key, entry in sorted(self._entries.items()) if entry.state == "running"]
+        for entry in self._entries.values():
+            if entry.state in ("pending", "running", "finished"):
+                entry.state = "dropped"
+        return running
+
+    def finished_keys(self) -> set[GroupKey]:
+        """The finished groups that no batch consumed yet."""
+        return {key for key, entry in self._entries.items() if entry.state == "finished"}
+
+    def settled(self, wave: int) -> bool:
+        """Whether every group of the wave is consumed, replaced or dropped."""
+        return all(self._entries[key].state in ("consumed", "failed", "dropped") for key in self._of(wave))
+
+    def open(self, wave: int) -> list[GroupKey]:
+        """The wave's groups that are pending or running."""
+        return [key for key in self._of(wave) if self._entries[key].state in ("pending", "running")]
+
+    def count(self, state: str) -> int:
+        """How many groups are in a state."""
+        return sum(entry.state == state for entry in self._entries.values())
+
+    def _of(self, wave: int) -> list[GroupKey]:
+        return sorted(key for key in self._entries if key[0] == wave)
+
+    def _fresh(self, entry: _Entry, k: int) -> bool:
+        return k - entry.oldest <= self.max_staleness
