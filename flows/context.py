@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 import tomllib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,7 +46,7 @@ class RunContext:
     ledger: Ledger | None = None
     served: int | None = None  # the lowest version that every ready engine serves
     finished: dict[GroupKey, Group] = field(default_factory=dict)  # finished groups that no batch consumed yet
-    cancel_episodes: dict[int, Callable[[list[GroupKey]], None]] = field(default_factory=dict)  # by wave
+    cancel_episodes: dict[int, Callable[[list[GroupKey]], Awaitable[None]]] = field(default_factory=dict)  # by wave
     spans: list[dict[str, Any]] = field(default_factory=list)  # of the iteration in work
     failed_episodes: int = 0
     problems: list[str] = field(default_factory=list)  # deaths of services, to be logged by the flow
@@ -66,6 +66,12 @@ class RunContext:
         """The ledger of groups; it exists from the start of the two lanes on."""
         assert self.ledger is not None
         return self.ledger
+
+    @property
+    def cluster(self) -> Client:
+        """The client of the environments cluster; it exists once the services are provisioned."""
+        assert self.dask is not None
+        return self.dask
 
     async def notify(self) -> None:
         """Wake everything that waits for a change of the ledger or of the served version."""

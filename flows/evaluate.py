@@ -12,9 +12,10 @@ from prefect.cache_policies import NO_CACHE
 
 from flows import reporting
 from flows.context import RunContext, live, on_pool
-from tasks.environments import best_fixed_success
+from flows.rollout import episode_job
+from tasks.environments import environment_class
 from tasks.reward import score
-from tasks.rollout.dispatch import EpisodeJob, EpisodePool
+from tasks.rollout.dispatch import EpisodePool
 from tasks.rollout.waves import evaluation_specs
 from tasks.store import layout
 from tasks.trajectory import EpisodeFailure, Trajectory
@@ -43,17 +44,14 @@ async def evaluate(run: str, version: int, episodes: int | None = None, temperat
 async def run_episodes(run: str, version: int, episodes: int, temperature: float) -> dict[str, dict[str, Any]]:
     """Run the held-out episodes of every task, and summarise them by task."""
     context = live(run)
-    job = EpisodeJob.for_run(context.store, context.config, split="held_out", temperature=temperature)
     specs = [spec for task in context.config.tasks for spec in evaluation_specs(task, episodes)]
     context.progress.episodes_done, context.progress.episodes_wanted = 0, len(specs)
     results: dict[str, list[Trajectory | EpisodeFailure]] = defaultdict(list)
-    async with EpisodePool(context.dask, job) as pool:
-        pool.submit(specs, priority=EVALUATION_PRIORITY)
-        async for spec, result in pool.results():
-            results[spec.task].append(result)
-            context.progress.episodes_done += 1
-            if context.progress.episodes_done == len(specs):
-                break
+    pool = EpisodePool(context.cluster, episode_job(context, "held_out", temperature))
+    pool.submit(specs, priority=EVALUATION_PRIORITY)
+    async for result in pool:
+        results[result.task].append(result)
+        context.progress.episodes_done += 1
     return {name: _summary(context, name, found) for name, found in results.items()}
 
 
@@ -69,8 +67,8 @@ def _summary(context: RunContext, name: str, results: list[Trajectory | EpisodeF
         "generated_tokens": _mean([t.generated_tokens for t in trajectories]),
         "truncated": _mean([t.truncated for t in trajectories]),
     }
-    fixed = best_fixed_success(settings, [t.seed for t in trajectories])
-    return summary if fixed is None else {**summary, "best_fixed_path": fixed}
+    blind = environment_class(name).blind_success([t.seed for t in trajectories], **settings.options)
+    return summary if blind is None else {**summary, "best_fixed_path": blind}
 
 
 def _mean(values: list[Any]) -> float:

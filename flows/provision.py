@@ -16,6 +16,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.context import API_KEY, RunContext, api_key, live, on_pool
 from tasks.errors import DeadlineExceeded, RunFailed
+from tasks.training.policy import publish_policy
 from tasks.services import Registration, registered, tail
 
 MODULES = {
@@ -35,6 +36,7 @@ async def provision(run: str, kinds: Sequence[str] = ALL, pin_version: int | Non
     """
     context = live(run)
     started_at = time.time()
+    await asyncio.to_thread(publish_policy, context.store, context.config)
     for kind in kinds:
         for name in service_names(context, kind):
             with on_pool(ROLE_STAGE[kind], context.config):

@@ -14,6 +14,7 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.context import RunContext, live, on_pool
+from tasks.environments import Split
 from tasks.errors import RunFailed
 from tasks.reward import score
 from tasks.rollout.dispatch import EpisodeJob, EpisodePool
@@ -44,9 +45,13 @@ async def run_wave(run: str, wave: int) -> None:
     """Run the wave's episodes on the Dask cluster until all its groups are settled."""
     context = live(run)
     context.groups.open_wave(wave)
-    job = EpisodeJob.for_run(context.store, context.config, split="train", temperature=context.config.rollout.temperature)
-    async with EpisodePool(context.dask, job) as episodes:
-        await _Wave(context, wave, episodes).run()
+    temperature = context.config.rollout.temperature
+    await _Wave(context, wave, EpisodePool(context.cluster, episode_job(context, "train", temperature))).run()
+
+
+def episode_job(context: RunContext, split: Split, temperature: float) -> EpisodeJob:
+    """What all episodes of a wave or an evaluation have in common."""
+    return EpisodeJob(context.store.uri, context.store.endpoint_url, temperature, split)
 
 
 class _Wave:
@@ -67,12 +72,13 @@ class _Wave:
         finally:
             del self.context.cancel_episodes[self.wave]
             receiver.cancel()
+            await self.episodes.close()
 
-    def cancel(self, keys: list[GroupKey]) -> None:
+    async def cancel(self, keys: list[GroupKey]) -> None:
         """Stop the episodes of groups that are not wanted any more."""
         for key in keys:
             self.results.pop(key, None)
-        self.episodes.cancel([spec for key in keys for spec in group_specs(self.context.config, *key)])
+        await self.episodes.cancel([spec for key in keys for spec in group_specs(self.context.config, *key)])
 
     def _dispatch(self) -> list[GroupKey]:
         served = self.context.served
@@ -81,7 +87,7 @@ class _Wave:
             return []
         keys = self.context.groups.dispatch(self.wave, served)
         for key in keys:
-            self.episodes.submit(group_specs(self.context.config, *key), priority=-self.wave)
+            self.episodes.submit(group_specs(self.context.config, *key))
         if keys:
             self.started_at = self.started_at or time.time()
             progress = self.context.progress
@@ -102,13 +108,14 @@ class _Wave:
             change.cancel()
 
     async def _receive(self) -> None:
-        async for spec, result in self.episodes.results():
+        while True:
+            result = await self.episodes.next()
             self.context.progress.episodes_done += 1
-            key = (spec.wave, spec.group)
+            key = (result.wave, result.group)
             self.results[key].append(self._scored(result))
             if isinstance(result, EpisodeFailure):
                 self.context.failed_episodes += 1
-                self.logger.warning("episode %s of group %s failed in %s: %s", spec.index, key, result.stage, result.reason)
+                self.logger.warning("episode %s of group %s failed in %s: %s", result.index, key, result.stage, result.reason)
             if len(self.results[key]) == self.context.config.rollout.group_size:
                 await self._finish(key, self.results.pop(key))
 

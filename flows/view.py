@@ -111,13 +111,12 @@ def _finished(progress: Progress) -> int:
 
 
 def time_left(progress: Progress) -> float | None:
-    """Seconds left by the median interval between the last iterations; None before there are two."""
+    """Seconds left at the pace of the last iterations, evaluations included; None before there are two."""
     ends = [record["at"] for record in progress.history[-9:]]
     if len(ends) < 2:
         return None
-    intervals = [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
-    # The mean, since every few iterations one is longer by an evaluation.
-    return statistics.fmean(intervals) * max(progress.iterations - _finished(progress), 0)
+    pace = (ends[-1] - ends[0]) / (len(ends) - 1)
+    return pace * max(progress.iterations - _finished(progress), 0)
 
 
 def _task_table(progress: Progress) -> Table | None:

@@ -1,7 +1,7 @@
 """Addition with worked steps: one turn, a short question, a long answer.
 
-`4 7 + 8 5 =` is answered column by column from the right, each with the carry so far last and two digits
-(carry, digit) as the result, then `#` and the sum: `7 + 5 + 0 = 1 2 ; 4 + 8 + 1 = 1 3 ; # 1 3 2`.
+`47 + 85 =` is answered column by column from the right, each with the carry so far last and two digits
+(carry, digit) as the result, then `#` and the sum: `7 + 5 + 0 = 12 ; 4 + 8 + 1 = 13 ; # 132`.
 Reward 1 if the number after the last `#` is the sum, else 0; the steps themselves are free.
 """
 
@@ -16,7 +16,7 @@ from tasks.environments.registry import register
 
 INSTRUCTIONS = (
     "Add the numbers. Work column by column from the right, and write each column as digits + carry = result;"
-    " end with # and the sum. Example: 4 7 + 8 5 = is answered 7 + 5 + 0 = 1 2 ; 4 + 8 + 1 = 1 3 ; # 1 3 2"
+    " end with # and the sum. Example: 47 + 85 = is answered 7 + 5 + 0 = 12 ; 4 + 8 + 1 = 13 ; # 132"
 )
 _ANSWER = re.compile(r"#\s*((?:\d\s*)+)$")
 
@@ -41,8 +41,8 @@ class Arithmetic(TextEnvironment):
             raise ValueError(f"terms must be 2 to 9, but it is {terms}")
         self.split, self.digits, self.terms = split, digits, terms
         self.system_prompt = INSTRUCTIONS if instructions else ""
-        longest = digits * (2 * terms + 5) + 1 + (digits + 1) + 1
-        self.max_action_tokens = longest + 4
+        columns, answer = digits * (2 * terms + 5), 1 + (digits + 1) + 1
+        self.max_action_tokens = columns + answer + 4
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         rng = random.Random(derive_seed("sum", seed))
@@ -50,7 +50,7 @@ class Arithmetic(TextEnvironment):
             self.numbers = [rng.randrange(10**self.digits) for _ in range(self.terms)]
             if split_of("+".join(map(str, self.numbers))) == self.split:
                 break
-        question = " + ".join(" ".join(f"{number:0{self.digits}d}") for number in self.numbers)
+        question = " + ".join(f"{number:0{self.digits}d}" for number in self.numbers)
         return f"{question} =", {"numbers": self.numbers}
 
     def step(self, action: str) -> Step:
@@ -67,7 +67,7 @@ class Arithmetic(TextEnvironment):
             digit = total % 10
             if rng.random() < noise:
                 digit = (digit + rng.randint(1, 9)) % 10
-            steps.append(f"{' + '.join(column)} + {carry} = {total // 10} {digit} ;")
+            steps.append(f"{' + '.join(column)} + {carry} = {total // 10}{digit} ;")
             carry = total // 10
             answer.append(str(digit))
-        return " ".join([*steps, "#", str(carry), *reversed(answer)])
+        return " ".join([*steps, "#", "".join([str(carry), *reversed(answer)])])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 Split = Literal["train", "held_out"]
@@ -45,6 +46,14 @@ class TextEnvironment(ABC):
     @abstractmethod
     def demonstrate(self, rng: random.Random, noise: float) -> str:
         """The expert's next action in the current state; a share `noise` of its decisions is random."""
+
+    @classmethod
+    def blind_success(cls, seeds: Sequence[int], **options: Any) -> float | None:
+        """Success on the held-out episodes of `seeds` without reading what the environment says, if known.
+
+        A policy that is no better has not been shown to read.
+        """
+        return None
 
     def close(self) -> None:  # noqa: B027  (most environments hold nothing)
         """Give back what the environment holds."""

@@ -17,7 +17,7 @@ import sys
 import threading
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dask
 import psutil
@@ -28,7 +28,7 @@ from tasks.config import RunConfig, parse_config
 from tasks.services import Registrar, Registration, end_processes, end_with_parent, registered, work_folder
 from tasks.store import Store, layout
 
-NAME = "environments"
+NAME: Literal["environments"] = "environments"
 SLOT = "env"  # the Dask resource; a worker has as many as it holds environments at once
 MAX_WORKER_DEATHS = 3  # under one episode, after which it counts as failed
 CLOSE_S = 4.0

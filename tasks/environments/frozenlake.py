@@ -81,6 +81,11 @@ class FrozenLake(TextEnvironment):
         truncated = not terminated and self._turn >= self.max_turns
         return self._show(), reward, terminated, truncated, {"success": reward > 0}
 
+    @classmethod
+    def blind_success(cls, seeds: Sequence[int], **options: Any) -> float:
+        """Success of the best fixed path on the held-out maps of `seeds`."""
+        return best_fixed_path(seeds, **options)[1]
+
     def demonstrate(self, rng: random.Random, noise: float) -> str:
         """A shortest way's next move (breadth-first search); a share `noise` of moves is random."""
         if rng.random() < noise:

@@ -132,7 +132,7 @@ class EpisodePool:
         self._client, self._job = client, job
         self._loop = asyncio.get_running_loop()
         self._futures: dict[EpisodeSpec, Future] = {}
-        self._specs: dict[str, EpisodeSpec] = {}  # by key of the future
+        self._specs: dict[Any, EpisodeSpec] = {}  # by key of the future
         self._finished: asyncio.Queue[Future] = asyncio.Queue()
         self._results: deque[Result] = deque()
         self._serial = 0

@@ -79,7 +79,7 @@ class Transcript:
         self.logprobs += logprobs
         self.versions += versions
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, Any]:
         """The arrays of a Trajectory, each of shape [T]."""
         return {
             "tokens": np.array(self.tokens, np.int32),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+PASS_OVERHEAD = 1 / 32  # of the budget: what one more forward pass costs, counted in tokens
+
 
 def plan(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
     """Micro-batches of sequence indices for each rank: `plan(...)[rank][micro_batch]`.
@@ -34,14 +36,28 @@ def padding_fraction(lengths: Sequence[int], micro_batches: Sequence[Sequence[in
 
 
 def _pack(share: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut a share, longest first, into runs of at most `budget` padded tokens."""
+    """Cut a share, longest first, into runs that cost least: padded tokens plus an overhead for each run.
+
+    Exact, by dynamic programming over the place of the last cut.
+    """
+    overhead = budget * PASS_OVERHEAD
+    cost, cut = [0.0], [0]  # of the first n sequences: least cost, and where their last run begins
+    for end in range(1, len(share) + 1):
+        best, begin_of_best = float("inf"), end - 1
+        for begin in range(end - 1, -1, -1):
+            padded = lengths[share[begin]] * (end - begin)
+            if padded > budget and end - begin > 1:
+                break
+            if cost[begin] + padded + overhead < best:
+                best, begin_of_best = cost[begin] + padded + overhead, begin
+        cost.append(best)
+        cut.append(begin_of_best)
     packed: list[list[int]] = []
-    for index in share:
-        if packed and lengths[packed[-1][0]] * (len(packed[-1]) + 1) <= budget:
-            packed[-1].append(index)
-        else:
-            packed.append([index])
-    return packed
+    end = len(share)
+    while end:
+        packed.append(share[cut[end] : end])
+        end = cut[end]
+    return packed[::-1]
 
 
 def _split_to(micro_batches: list[list[int]], count: int) -> list[list[int]]:

@@ -1,0 +1,234 @@
+"""The agent beside one engine: `python -m tasks.inference.agent --store URI --name engine-0`.
+
+It keeps a vLLM server running and pulls every new version of the policy from the store into it: prefetch while
+generation goes on, pause, local load, resume, parity with the trainer. Pull, not push: an engine that restarts
+or joins late catches up by itself.
+
+Invariants: the registration says `ready` with version v only after v was loaded and its parity held, and is
+written at once after each load; a version that does not match its probe is never registered, and the one
+before it serves on; whatever ends the agent ends the server too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hardware.pools import pool_for
+from tasks.config import RunConfig, parse_config
+from tasks.errors import DeadlineExceeded, UserError
+from tasks.inference.engine import Engine, EngineDied, choose_port, parity
+from tasks.inference.server import API_KEY
+from tasks.services import Registrar, Registration, end_with_parent, work_folder
+from tasks.store import CorruptObject, Store, layout
+
+LOADS_KEPT = 50
+RETRY_FIRST_S, RETRY_LONGEST_S = 0.5, 15.0
+
+
+@dataclass(frozen=True)
+class LocalVersion:
+    """A version of the policy on the local disk, checked against its manifest."""
+
+    version: int
+    folder: Path
+    probe: dict[str, Any] | None
+    prefetch_s: float
+
+
+class Refused(Exception):
+    """The engine does not reproduce the trainer's log-probs with this version's weights."""
+
+
+class Agent:
+    """Runs in the main thread until a terminate signal (SystemExit)."""
+
+    def __init__(self, store: Store, name: str, api_key: str):
+        self.store, self.name = store, name
+        self.config: RunConfig = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
+        self.folder = work_folder(store) / name
+        shutil.rmtree(self.folder, ignore_errors=True)
+        log = work_folder(store) / "logs" / f"{name}-vllm.log"
+        self.registrar = Registrar(
+            store, Registration(name, "engine", pool_for("engine", self.config.pools).name, log=str(log))
+        )
+        self.loads: list[dict[str, Any]] = []
+        self.serving: LocalVersion | None = None
+        self.refused: int | None = None
+        self.say("fetching the policy's folder")
+        self.store.wait_for("policy", self.config.inference.start_deadline_s, "the run's controller")
+        self.store.fetch("policy", self.folder / "policy")
+        port = choose_port(self.config, int(name.rsplit("-", 1)[-1]))
+        self.engine = Engine(self.config, self.folder / "policy", port, api_key, log)
+
+    def run(self) -> NoReturn:
+        """Keep the engine running; restart it after a death, with back-off, as often as configured."""
+        deaths = 0
+        try:
+            while True:
+                try:
+                    self._serve()
+                except (EngineDied, DeadlineExceeded) as error:
+                    deaths += 1
+                    self.engine.stop()
+                    if deaths > self.config.inference.restarts:
+                        self._give_up(f"the engine died {deaths} times; the last: {error}")
+                    self.say(f"restarting the engine ({deaths}): {error}".splitlines()[0], status="starting")
+                    time.sleep(min(0.5 * 2**deaths, 30.0))
+        finally:
+            self.engine.stop()
+
+    def say(self, detail: str, **changes: Any) -> None:
+        """Put one line into the log and the registration."""
+        print(f"{time.strftime('%H:%M:%S')} {self.name}: {detail}", flush=True)
+        self.registrar.update(detail=detail, **changes)
+
+    def _serve(self) -> None:
+        started = time.monotonic()
+        self.engine.start()
+        self.say("starting the vLLM server", status="starting", address=None, version=None)
+        self.engine.wait_until_healthy(self.config.inference.start_deadline_s)
+        self.engine.warm_up()
+        self.say(f"the vLLM server is up after {time.monotonic() - started:.1f} s; waiting for weights")
+        if self.serving is not None:  # a restart: the version that it served is still on the local disk
+            self._load(self.serving)
+        while True:
+            self.engine.check()
+            version = self._newest()
+            if version is not None:
+                self._take(version)
+            else:
+                time.sleep(self.store.poll_s)
+
+    def _newest(self) -> int | None:
+        """The newest complete version in the store, if it is newer than the one served and not refused."""
+        have = None if self.serving is None else self.serving.version
+        for version in reversed(self.store.numbers("weights")):
+            if have is not None and version <= have:
+                return None
+            if version != self.refused and self.store.manifest(layout.weights(version)) is not None:
+                return version
+        return None
+
+    def _take(self, version: int) -> None:
+        """Prefetch, load and check a version; a version that fails twice is refused."""
+        local = self._prefetch(version)
+        if local is None:
+            return
+        try:
+            self._load(local)
+        except Refused as first:
+            self.say(f"{first}; fetching it again")
+            shutil.rmtree(local.folder, ignore_errors=True)
+            local = self._prefetch(version)
+            try:
+                if local is not None:
+                    self._load(local)
+            except Refused as second:
+                self.refused = version
+                self.say(str(second), status="failed")
+
+    def _prefetch(self, version: int) -> LocalVersion | None:
+        """Copy a version to the local disk, as often as it takes; None if it is gone or overtaken."""
+        folder = self.folder / "weights" / str(version)
+        pause, started = RETRY_FIRST_S, time.monotonic()
+        while True:
+            self.engine.check()
+            try:
+                manifest = self.store.fetch(layout.weights(version), folder)
+                return LocalVersion(version, folder, manifest.get("probe"), time.monotonic() - started)
+            except FileNotFoundError:
+                return None
+            except (CorruptObject, DeadlineExceeded) as error:
+                self.say(f"version {version} cannot be fetched, trying again in {pause:.1f} s: {error}")
+            time.sleep(pause)
+            pause = min(2 * pause, RETRY_LONGEST_S)
+            if self._newest() != version:
+                return None
+
+    def _load(self, local: LocalVersion) -> None:
+        """Load a local version and check its parity. Raises Refused with the version before it loaded again."""
+        times = self.engine.load(local.folder, local.version)
+        difference = parity(self.engine, local.probe) if local.probe else None
+        load = {
+            "version": local.version,
+            "parity": difference,
+            "prefetch_s": local.prefetch_s,
+            "pause_s": times.pause_s,
+            "load_s": times.load_s,
+            "at": time.time(),
+        }
+        self.loads = [*self.loads, load][-LOADS_KEPT:]
+        tolerance = self.config.inference.parity_tolerance
+        if difference is not None and not difference <= tolerance:
+            if self.serving is not None:
+                self.engine.load(self.serving.folder, self.serving.version)
+            self.registrar.update(facts={"loads": self.loads})
+            raise Refused(
+                f"version {local.version} is refused: its log-probs differ from the trainer's by"
+                f" {difference:.2e}, more than inference.parity_tolerance = {tolerance:.0e}"
+            )
+        self.serving = local
+        shown = "not checked, the manifest has no probe" if difference is None else f"{difference:.2e}"
+        self.say(
+            f"serving version {local.version}; parity {shown}; prefetch {local.prefetch_s:.2f} s,"
+            f" pause {times.pause_s:.2f} s",
+            status="ready",
+            address=self.engine.address,
+            version=local.version,
+            facts={"loads": self.loads},
+        )
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Keep the two newest loaded versions on the local disk."""
+        loaded = list(dict.fromkeys(load["version"] for load in reversed(self.loads)))
+        for folder in (self.folder / "weights").iterdir():
+            if int(folder.name) not in loaded[:2]:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _give_up(self, reason: str) -> NoReturn:
+        """Say why and stay until the controller ends this process: a restart of the agent would not help."""
+        self.say(reason, status="failed")
+        while True:
+            time.sleep(60)
+
+
+def main() -> None:
+    """Command line of the service."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--store", required=True, help="the run's root URI")
+    parser.add_argument("--endpoint-url", default=None, help="S3 endpoint")
+    parser.add_argument("--name", required=True, help="engine-<number>")
+    options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    end_with_parent()
+    if not (api_key := os.environ.get(API_KEY)):
+        raise UserError(API_KEY, "is not set", "the controller generates it; to start by hand: export any secret")
+    agent: Agent | None = None
+    status, reason = "stopped", "ended by a signal"
+    try:
+        agent = Agent(Store(options.store, options.endpoint_url), options.name, api_key)
+        agent.run()
+    finally:
+        if agent is not None:
+            agent.registrar.close("stopped")
+
+
+def _end(*_: object) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not cut the clean-up short
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The client of the engines: token ids in, token ids with log-probs and weight versions out.
+
+Light on CPU, because it shares its cores with the engine: plain `http.client` over pooled keep-alive
+connections (see `tests/benchmarks` for its cost beside httpx). Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from tasks.errors import DeadlineExceeded
+from tasks.services import HEARTBEAT_S, registered
+from tasks.store import Store
+
+FRESH_S = 10 * HEARTBEAT_S  # a registration whose heartbeat is older does not count
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer: the generated tokens, the stop token that ended it included.
+
+    `logprobs[i]` is log p (nats) of `tokens[i]` under the distribution it was sampled from, `versions[i]` the
+    version of the weights that computed it; all three have the same length.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str  # "stop" or "length"
+
+
+class EngineClient:
+    """Sends requests to a set of engines. Thread-safe; each thread in a request uses one connection."""
+
+    def __init__(self, addresses: Sequence[str], api_key: str, deadline_s: float):
+        if not addresses:
+            raise ValueError("an EngineClient needs at least one address")
+        self.deadline_s = deadline_s
+        self._engines = [_Connections(address) for address in addresses]
+        self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        seed: int | None = None,
+        sticky: str = "",
+    ) -> Generation:
+        """Continue `tokens` by up to `max_tokens`, ending after the first of `stop_token_ids`.
+
+        Requests with the same `sticky` key go to the same engine (its prefix cache holds their past) while it
+        answers, else to the next one. Lost connections, 5xx and answers of an engine without a version yet
+        are retried with back-off. Raises DeadlineExceeded after `deadline_s`, ValueError for a request that
+        the engine refuses.
+        """
+        sampling = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "stop_token_ids": list(stop_token_ids),
+            "logprobs": 0,  # that of the sampled token alone
+            "detokenize": False,
+            "ignore_eos": True,  # what ends a turn is the caller's stop_token_ids and nothing else
+        }
+        if seed is not None:
+            sampling["seed"] = seed
+        body = json.dumps({"token_ids": [int(t) for t in tokens], "sampling_params": sampling}).encode()
+        return self._send(body, zlib.crc32(sticky.encode()))
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for engine in self._engines:
+            engine.close()
+
+    def _send(self, body: bytes, choice: int) -> Generation:
+        started, pause, failures = time.monotonic(), FIRST_PAUSE_S, 0
+        while True:
+            engine = self._engines[(choice + failures) % len(self._engines)]
+            left = self.deadline_s - (time.monotonic() - started)
+            try:
+                return self._ask(engine, body, left)
+            except _Unavailable as error:
+                failures += 1
+                last = f"{engine.address} ({error})"
+            if time.monotonic() - started + pause > self.deadline_s:
+                raise DeadlineExceeded("an answer of an engine", self.deadline_s, f"the engine at {last}")
+            if failures % len(self._engines) == 0:  # every engine has been asked
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _ask(self, engine: _Connections, body: bytes, timeout_s: float) -> Generation:
+        status, data = engine.post("/inference/v1/generate", body, self._headers, timeout_s)
+        if status >= 500:
+            raise _Unavailable(f"status {status}: {data[:200]!r}")
+        if status != 200:
+            raise ValueError(f"the engine at {engine.address} refused the request ({status}): {data[:500]!r}")
+        return _generation(json.loads(data))
+
+
+class _Unavailable(Exception):
+    """This engine gives no answer now."""
+
+
+class _Connections:
+    """Idle keep-alive connections to one engine, the last used first."""
+
+    def __init__(self, address: str):
+        self.address = address
+        parts = urlsplit(address)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+
+    def post(self, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises _Unavailable."""
+        connection = self._take(max(timeout_s, 0.001))
+        try:
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            data = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise _Unavailable(repr(error)) from error
+        except BaseException:  # interrupted between request and answer: the connection is of no more use
+            connection.close()
+            raise
+        if answer.will_close:
+            connection.close()
+        else:
+            with self._lock:
+                self._idle.append(connection)
+        return answer.status, data
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _take(self, timeout_s: float) -> http.client.HTTPConnection:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        connection.timeout = timeout_s
+        if isinstance(connection.sock, socket.socket):
+            connection.sock.settimeout(timeout_s)
+        return connection
+
+
+def _generation(answer: dict[str, Any]) -> Generation:
+    choice = answer["choices"][0]
+    if choice["finish_reason"] not in ("stop", "length"):
+        raise _Unavailable(f"the request ended with {choice['finish_reason']!r}")
+    tokens = choice["token_ids"]
+    versions: list[int] = []
+    for span in choice["weight_versions"] or []:
+        try:
+            version = int(span["version"])
+        except ValueError:  # "default": restarted, and its agent has not loaded a version yet
+            raise _Unavailable("it serves no version of the policy yet") from None
+        versions += [version] * (span["end"] - span["start"])
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    if not len(tokens) == len(logprobs) == len(versions):
+        raise _Unavailable(f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions")
+    return Generation(tokens, logprobs, versions, choice["finish_reason"])
+
+
+def served_version(store: Store, engines: int) -> int | None:
+    """The lowest version among `engines` engines, or None unless all are ready with a fresh heartbeat.
+
+    Note that an engine that is away counts: None, not the version of the others.
+    """
+    versions: list[int] = []
+    for index in range(engines):
+        registration = registered(store, f"engine-{index}")
+        if registration is None or registration.status != "ready" or registration.version is None:
+            continue
+        if time.time() - registration.heartbeat_at <= FRESH_S:
+            versions.append(registration.version)
+    return min(versions) if versions else None
