@@ -339,10 +339,30 @@ def store_of(config: RunConfig) -> Store:
 
 
 def check_store(root: Store) -> None:
-    """The store can be reached and written."""
+    """The store can be reached and written, and S3 has credentials."""
     from tasks.store.check import check_writable
 
+    if root.uri.startswith("s3"):
+        check_credentials()
     check_writable(root)
+
+
+def check_credentials() -> None:
+    """Some source has S3 credentials. Asked before the network, so that the answer does not depend on it."""
+    import botocore.exceptions
+    import botocore.session
+
+    fix = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE with a profile in ~/.aws"
+    try:
+        found = botocore.session.get_session().get_credentials()
+    except botocore.exceptions.ProfileNotFound as error:
+        raise UserError("AWS_PROFILE", str(error), fix) from None
+    except botocore.exceptions.BotoCoreError as error:
+        raise UserError(
+            "AWS_SECRET_ACCESS_KEY", f"the S3 credentials are not complete ({error})", fix
+        ) from None
+    if found is None:
+        raise UserError("AWS_ACCESS_KEY_ID", "there are no S3 credentials", fix)
 
 
 def check_disk(config: RunConfig, size: Size, root: Store) -> None:
@@ -402,20 +422,21 @@ def check_readable(root: Store) -> None:
         check_store(root)
 
 
-def not_running(store: Store) -> None:
-    """The run is not going on in another process of this machine."""
+def running_process(store: Store) -> int | None:
+    """Id of the process of this machine that the run is going on in, if any."""
     folder = home() / "work" / store.uri.replace("://", "_").strip("/").replace("/", "_")
     try:
         parent = json.loads((folder / "processes.json").read_text())["parent"]
     except (OSError, ValueError, KeyError):
-        return
+        return None
     process = find_process(parent)
-    if process is not None:
-        raise UserError(
-            "RUN",
-            f"is going on in process {process.pid}",
-            f"wait for it, or stop it first: kill {process.pid}",
-        )
+    return None if process is None else process.pid
+
+
+def not_running(store: Store) -> None:
+    """The run is not going on in another process of this machine."""
+    if (pid := running_process(store)) is not None:
+        raise UserError("RUN", f"is going on in process {pid}", f"wait for it, or stop it first: kill {pid}")
 
 
 def is_finished(store: Store, config: RunConfig) -> bool:
@@ -583,10 +604,8 @@ def _packages() -> list[tuple[str, str]]:
 def _parameters(size: Size) -> str:
     if size.parameters is None:
         return "size unknown"
-    for unit, factor in (("B", 1e9), ("M", 1e6)):
-        if size.parameters >= factor:
-            return f"{size.parameters / factor:.2f}{unit} parameters"
-    return f"{size.parameters} parameters"
+    unit, factor = ("B", 1e9) if size.parameters >= 1e9 else ("M", 1e6)
+    return f"{size.parameters / factor:.2f}{unit} parameters"
 
 
 def show_bytes(count: float | None) -> str:

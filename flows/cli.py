@@ -54,7 +54,7 @@ class _Example(click.Command):
             formatter.write(f"  {line}".rstrip() + "\n")
 
 
-_SETTINGS = {"context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 110}}
+_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting; repeatable."
 )
@@ -69,7 +69,7 @@ _STORE = click.option(
 )
 
 
-@click.group(cls=_Commands, **_SETTINGS)  # type: ignore[arg-type]
+@click.group(cls=_Commands, context_settings=_SETTINGS)
 @click.version_option(package_name="prefect-rollart")
 def cli() -> None:
     """Train LLM agents with reinforcement learning, as operable Prefect flows.
@@ -161,6 +161,94 @@ def evaluate(
     checks.preflight(config, _split(run, root)[1], store=store, resume=True)
     given = {"episodes": episodes, "temperature": temperature}
     _watch("evaluate", store, config, version=chosen, **{k: v for k, v in given.items() if v is not None})
+
+
+@cli.command(cls=_Example)
+@click.argument("run")
+@_STORE
+@click.option("--version", type=int, help="Policy version. Default: the latest.")
+@click.option("--task", help="Task to play. Default: the run's first.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), help="Of the held-out episode. Default: a new one each time."
+)
+@click.option("--greedy", is_flag=True, help="Take the likeliest action instead of sampling.")
+@click.option(
+    "--episodes", type=click.IntRange(min=1), default=1, show_default=True, help="Episodes to play."
+)
+def play(
+    run: str, root: str, version: int | None, task: str | None, seed: int | None, greedy: bool, episodes: int
+) -> None:
+    """Watch the trained agent play episodes it never trained on, turn by turn.
+
+    Starts an engine of its own first, which takes about a minute.
+
+    Example:
+      rollart play frozenlake-1129-143012 --seed 3 --greedy
+    """
+    from flows import checks
+    from flows import play as player
+
+    store, config = _stored(run, root)
+    player.play(
+        store,
+        config,
+        checks.existing_version(store, version),
+        player.chosen_task(config, task),
+        seed,
+        greedy,
+        episodes,
+    )
+
+
+@cli.group(context_settings=_SETTINGS)
+def runs() -> None:
+    """List runs, and show everything measured about one."""
+
+
+@runs.command("list", cls=_Example)
+@_STORE
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def list_(root: str, as_json: bool) -> None:
+    """List the runs in a store, the newest first.
+
+    Example:
+      rollart runs list --store s3://bucket/runs
+    """
+    import json
+
+    from flows import checks, view
+    from tasks.store import Store
+    from tasks.tracking.run_record import list_runs
+
+    store = Store(root)
+    checks.check_readable(store)
+    found = list_runs(store)
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    else:
+        view.show_runs(found, store)
+
+
+@runs.command(cls=_Example)
+@click.argument("run")
+@_STORE
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable: everything, iteration by iteration.")
+def show(run: str, root: str, as_json: bool) -> None:
+    """Show a run: state, evaluations, seconds per stage, iterations, package versions.
+
+    Example:
+      rollart runs show frozenlake-1129-143012 --json
+    """
+    import json
+
+    from flows import view
+    from tasks.tracking.run_record import read_run
+
+    record = read_run(_stored(run, root)[0])
+    if as_json:
+        click.echo(json.dumps(record, indent=1))
+    else:
+        view.show_run(record)
 
 
 @cli.command(cls=_Example)

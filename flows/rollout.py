@@ -115,7 +115,9 @@ class _Wave:
             self.results[key].append(self._scored(result))
             if isinstance(result, EpisodeFailure):
                 self.context.failed_episodes += 1
-                self.logger.warning("episode %s of group %s failed in %s: %s", result.index, key, result.stage, result.reason)
+                self.logger.warning(
+                    "episode %s of group %s failed in %s: %s", result.index, key, result.stage, result.reason
+                )
             if len(self.results[key]) == self.context.config.rollout.group_size:
                 await self._finish(key, self.results.pop(key))
 

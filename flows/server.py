@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 from tasks.errors import DeadlineExceeded
 from tasks.services import Supervisor, free_port
@@ -26,12 +28,20 @@ _QUIET = {
 
 
 def configured_api() -> str | None:
-    """The Prefect API that the environment or the active profile names, if any."""
+    """The Prefect API that the environment or the active profile names, if any.
+
+    Reads the profile's file itself: Prefect fixes its settings when it is imported, and the server that is
+    started when there is no other must be known by then.
+    """
     if url := os.environ.get("PREFECT_API_URL"):
         return url
-    from prefect.settings import get_current_settings  # late: the import takes seconds
-
-    return get_current_settings().api.url
+    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    try:
+        profiles = tomllib.loads(Path(os.environ.get("PREFECT_PROFILES_PATH", home / "profiles.toml")).read_text())
+    except OSError:
+        return None
+    active = os.environ.get("PREFECT_PROFILE", profiles.get("active", ""))
+    return profiles.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
 
 
 def start_server(supervisor: Supervisor) -> str:
@@ -42,7 +52,9 @@ def start_server(supervisor: Supervisor) -> str:
     port = free_port()
     argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     url = f"http://127.0.0.1:{port}/api"
-    service = supervisor.add("prefect-server", argv, {**_QUIET, "PREFECT_UI_API_URL": url, "PREFECT_API_URL": url})
+    service = supervisor.add(
+        "prefect-server", argv, {**_QUIET, "PREFECT_UI_API_URL": url, "PREFECT_API_URL": url}
+    )
     _wait_until_healthy(url, str(service.log))
     os.environ["PREFECT_API_URL"] = url
     return url

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 from prefect.states import Cancelled
 
@@ -18,6 +18,12 @@ from flows.progress import Progress
 from flows.provision import on_death, watch_services
 from tasks.services import Supervisor, work_folder
 from tasks.store import Store
+
+_MLFLOW_STATUS: dict[str, Literal["FINISHED", "KILLED", "FAILED"]] = {
+    "finished": "FINISHED",
+    "stopped": "KILLED",
+    "failed": "FAILED",
+}
 
 Work = Callable[[RunContext], Awaitable[Any]]
 
@@ -73,7 +79,7 @@ async def _close(context: RunContext, status: str, reason: str, training: bool) 
         context.progress.phase = "writing plots and the model to MLflow"
         await asyncio.to_thread(reporting.report_run, context)
     patience = context.config.tracking.flush_deadline_s if status == "finished" else 2.0
-    await asyncio.to_thread(context.tracker.close, patience, status)
+    await asyncio.to_thread(context.tracker.close, patience, _MLFLOW_STATUS[status])
     await asyncio.to_thread(reporting.set_status, context, status, reason)
 
 

@@ -28,7 +28,11 @@ async def warm_start_run(run: str, endpoint_url: str | None = None) -> Any:
 
 @flow(name="evaluate-run", flow_run_name="evaluate-{run}-v{version}", persist_result=False)
 async def evaluate_run(
-    run: str, version: int, endpoint_url: str | None = None, episodes: int | None = None, temperature: float | None = None
+    run: str,
+    version: int,
+    endpoint_url: str | None = None,
+    episodes: int | None = None,
+    temperature: float | None = None,
 ) -> Any:
     """Evaluate one version of a run that is not running."""
 

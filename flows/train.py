@@ -90,7 +90,14 @@ def restore_ledger(context: RunContext) -> Ledger:
         if k >= 0 and manifest is not None:
             consumed |= {_group_key(name) for name in manifest["groups"]}
     finished = {key: _oldest_version(store, key) for key in _stored_groups(store) if key not in consumed}
-    return Ledger(settings.groups, settings.redundancy, settings.max_staleness, context.config.iterations, consumed, finished)
+    return Ledger(
+        settings.groups,
+        settings.redundancy,
+        settings.max_staleness,
+        context.config.iterations,
+        consumed,
+        finished,
+    )
 
 
 def _stored_groups(store: Store) -> list[GroupKey]:

@@ -6,11 +6,13 @@ characters. It only reads `Progress`, whose fields are replaced and never mutate
 
 from __future__ import annotations
 
+import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -54,19 +56,13 @@ def render(progress: Progress, started: float, now: float | None = None) -> Rend
     parts: list[RenderableType] = [_headline(progress, now), _iteration_bar(progress)]
     if table := _task_table(progress):
         parts += ["", table]
-    facts = [line for line in (_rollout_line(progress), _seconds_line(progress)) if line]
-    if facts:
-        parts += ["", *facts]
-    if progress.services:
-        parts += ["", _services_table(progress)]
-    if progress.messages:
-        parts += [
-            "",
-            *(Text(f"· {message}", style="yellow") for message in progress.messages[-MESSAGES_SHOWN:]),
-        ]
-    links = [("Prefect", progress.prefect_url), ("MLflow", progress.mlflow_url)]
-    if any(url for _, url in links):
-        parts += ["", *(Text.assemble((f"{name:8}", "dim"), url) for name, url in links if url)]
+    facts = [("rollout", _rollout_facts(progress)), ("seconds", _seconds(progress))]
+    services = [(name, Text(state, style=_state_style(state))) for name, state in progress.services.items()]
+    messages = [("·", Text(message, style="yellow")) for message in progress.messages[-MESSAGES_SHOWN:]]
+    links = [("Prefect", Text(progress.prefect_url)), ("MLflow", Text(progress.mlflow_url))]
+    for pairs in (facts, services, messages, links):
+        if shown := [(name, value) for name, value in pairs if value]:
+            parts += ["", _pairs(shown)]
     title = Text.assemble(" ", (progress.run, "bold"), " ")
     return Panel(
         Group(*parts),
@@ -78,9 +74,9 @@ def render(progress: Progress, started: float, now: float | None = None) -> Rend
 
 
 def _headline(progress: Progress, now: float) -> Text:
-    line = Text(progress.phase, style="bold cyan")
+    line = Text.assemble((progress.phase, "bold cyan"))
     if progress.stage:
-        line.append(f"  {progress.stage}", style="default")
+        line.append(f"  {progress.stage}")
         line.append(f" {clock(now - progress.stage_started_at)}", style="dim")
     if progress.episodes_wanted:
         line.append(
@@ -167,31 +163,38 @@ def _evaluations(progress: Progress, task: str) -> str:
     return " → ".join(shown if len(shown) <= 3 else [shown[0], "…", *shown[-2:]])
 
 
-def _rollout_line(progress: Progress) -> Text | None:
-    if not progress.history:
-        return None
-    m = progress.history[-1]["metrics"]
+def _rollout_facts(progress: Progress) -> Text:
+    m = progress.history[-1]["metrics"] if progress.history else {}
     parts = []
     if "staleness/mean" in m:
         parts.append(f"staleness {m['staleness/mean']:.1f} (max {m.get('staleness/max', 0):.0f})")
     if "tokens/generated_per_s" in m:
         parts.append(f"{m['tokens/generated_per_s']:,.0f} tokens/s")
-    if m.get("episodes/failed"):
-        parts.append(f"{m['episodes/failed']:.0f} failed")
-    if m.get("episodes/truncated"):
-        parts.append(f"{m['episodes/truncated']:.0f} truncated")
+    for word in ("failed", "truncated"):
+        if m.get(f"episodes/{word}"):
+            parts.append(f"{m[f'episodes/{word}']:.0f} {word}")
     if "train/loss" in m:
         parts.append(f"loss {m['train/loss']:.3f}")
-    return Text.assemble(("rollout  ", "dim"), " · ".join(parts))
+    return Text(" · ".join(parts))
 
 
-def _seconds_line(progress: Progress) -> Text | None:
+def _seconds(progress: Progress) -> Text:
     stages = [f"{stage} {last:.1f} ({median:.1f})" for stage, last, median in stage_seconds(progress)]
-    return (
-        Text.assemble(("seconds  ", "dim"), " · ".join(stages), ("  last (median)", "dim"))
-        if stages
-        else None
-    )
+    return Text.assemble(" · ".join(stages), ("  last (median)", "dim")) if stages else Text()
+
+
+def _state_style(state: str) -> str:
+    return "green" if state.startswith("ready") else "red" if state.startswith("failed") else "yellow"
+
+
+def _pairs(pairs: Sequence[tuple[str, str | Text]]) -> Table:
+    """Names and values in two columns; a long value folds inside its own."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in pairs:
+        grid.add_row(name, value)
+    return grid
 
 
 def stage_seconds(progress: Progress) -> list[tuple[str, float, float]]:
@@ -206,16 +209,6 @@ def stage_seconds(progress: Progress) -> list[tuple[str, float, float]]:
         (s, found[s][-1], statistics.median(found[s]))
         for s in sorted(found, key=lambda s: (rank.get(s, 99), s))
     ]
-
-
-def _services_table(progress: Progress) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="ellipsis", no_wrap=True)
-    for name, state in progress.services.items():
-        style = "green" if state.startswith("ready") else "red" if state.startswith("failed") else "yellow"
-        table.add_row(name, Text(state, style=style))
-    return table
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -328,7 +321,7 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     """Print the plan of a run."""
     console = console or Console()
     console.print(Text.assemble("Plan of run ", (plan.name, "bold"), " (nothing was started)"))
-    _print_pairs(console, plan.facts)
+    console.print(_pairs(plan.facts))
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("stage", "pool", "tags", "how"):
         table.add_column(column, overflow="fold")
@@ -340,15 +333,6 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(Text(" ".join(f"{name} {version}" for name, version in plan.packages), style="dim"))
 
 
-def _print_pairs(console: Console, pairs: list[tuple[str, str]]) -> None:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in pairs:
-        grid.add_row(name, value)
-    console.print(grid)
-
-
 def show_summary(
     kind: str, progress: Progress, store: Store, result: dict[str, Any] | None, console: Console | None = None
 ) -> None:
@@ -358,7 +342,7 @@ def show_summary(
     if progress.evaluations:
         console.print(_before_and_after(progress))
     console.print()
-    _print_pairs(console, _places(kind, progress, store, result or {}))
+    console.print(_pairs(_places(kind, progress, store, result or {})))
 
 
 def _before_and_after(progress: Progress) -> Table:
@@ -389,9 +373,8 @@ def _places(kind: str, progress: Progress, store: Store, result: dict[str, Any])
         pairs.append(("model", f"{store.uri}/weights/{version}"))
     if plots := result.get("plots"):
         pairs.append(("plots", plots if isinstance(plots, str) else ", ".join(map(str, plots))))
-    pairs.append(
-        ("Prefect", f"{progress.prefect_url or 'http://127.0.0.1:4200'}  (open the UI: prefect server start)")
-    )
+    if progress.prefect_url:
+        pairs.append(("Prefect", _prefect_page(progress.prefect_url)))
     if progress.mlflow_url:
         pairs.append(("MLflow", progress.mlflow_url))
     if kind == "warm-start":
@@ -400,12 +383,147 @@ def _places(kind: str, progress: Progress, store: Store, result: dict[str, Any])
     return pairs
 
 
+def _prefect_page(url: str) -> str:
+    """The flow run's page; a run's own server has ended with it, but its database has not."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 443), timeout=1).close()
+        return url
+    except OSError:
+        return f"prefect server start, then http://127.0.0.1:4200{parts.path}"
+
+
+def show_runs(found: list[dict[str, Any]], store: Store, console: Console | None = None) -> None:
+    """Print the runs of a store."""
+    console = console or Console()
+    if not found:
+        console.print(
+            f"No runs in {store.uri}. Give another root with --store, or start one: rollart train frozenlake"
+        )
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("run", overflow="fold", min_width=20)
+    for column in ("state", "started", "took", "iterations", "success before", "after"):
+        table.add_column(column, justify="right" if column in ("took", "iterations") else "left")
+    for run in found:
+        table.add_row(
+            run["name"],
+            Text(run["state"], style=_run_style(run["state"])),
+            _date(run["started_at"]),
+            "" if run["seconds"] is None else clock(run["seconds"]),
+            f"{run['progress']['done']}/{run['progress']['of']}",
+            _successes(run["before"]),
+            _successes(run["after"]),
+        )
+    console.print(table)
+
+
+def show_run(record: dict[str, Any], console: Console | None = None) -> None:
+    """Print one run's record."""
+    console = console or Console()
+    state = Text(record["state"], style=_run_style(record["state"]))
+    pairs: list[tuple[str, str | Text]] = [("run", record["uri"]), ("state", state)]
+    if record["reason"]:
+        pairs.append(("reason", record["reason"]))
+    took = "" if record["seconds"] is None else f", {clock(record['seconds'])}"
+    pairs += [
+        ("started", _date(record["started_at"]) + took),
+        ("iterations", f"{record['progress']['done']} of {record['progress']['of']}"),
+        ("packages", " ".join(f"{name} {version}" for name, version in record["packages"].items())),
+    ]
+    console.print(_pairs(pairs))
+    progress = Progress(
+        history=record["iterations"], evaluations=record["evaluations"], iterations=record["progress"]["of"]
+    )
+    if record["evaluations"]:
+        console.print(Text("\nHeld-out evaluation", style="bold"))
+        console.print(_evaluation_table(record["evaluations"]))
+    if record["iterations"]:
+        console.print(Text("\nIterations", style="bold"))
+        console.print(_iterations_table(progress))
+        console.print(Text("\nSeconds", style="bold"))
+        console.print(_stages_table(record["stage_seconds"]))
+
+
+def _evaluation_table(evaluations: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("version", "task", "success", "reward", "best fixed path", "episodes", "temperature"):
+        table.add_column(column, justify="left" if column == "task" else "right")
+    for evaluation in evaluations:
+        for name, task in evaluation["tasks"].items():
+            fixed = task.get("best_fixed_path")
+            table.add_row(
+                str(evaluation["version"]),
+                name,
+                f"{task['success']:.3f}",
+                f"{task['reward']:.3f}",
+                "-" if fixed is None else f"{fixed:.3f}",
+                str(task["episodes"]),
+                f"{evaluation['temperature']:g}",
+            )
+    return table
+
+
+def _iterations_table(progress: Progress) -> Table:
+    tasks = _task_names(progress)
+    columns = [(f"success {name}", f"success/{name}", ".2f") for name in tasks]
+    columns += [
+        ("staleness", "staleness/mean", ".1f"),
+        ("tokens/s", "tokens/generated_per_s", ",.0f"),
+        ("loss", "train/loss", ".3f"),
+        ("grad norm", "train/grad_norm", ".2f"),
+        ("entropy", "train/entropy", ".3f"),
+    ]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("iteration", justify="right")
+    for title, _, _ in columns:
+        table.add_column(title, justify="right")
+    for record in progress.history:
+        values = [(record["metrics"].get(metric), shape) for _, metric, shape in columns]
+        table.add_row(
+            str(record["k"] + 1), *("-" if value is None else f"{value:{shape}}" for value, shape in values)
+        )
+    return table
+
+
+def _stages_table(seconds: dict[str, dict[str, float]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("stage")
+    for column in ("median", "longest", "total"):
+        table.add_column(column, justify="right")
+    for stage, values in seconds.items():
+        table.add_row(
+            stage.removeprefix("stage_"),
+            *(f"{values[column]:.1f}" for column in ("median", "longest", "total")),
+        )
+    return table
+
+
+def _run_style(state: str) -> str:
+    return {"finished": "green", "running": "cyan", "failed": "red"}.get(state, "yellow")
+
+
+def _date(at: float | None) -> str:
+    return "-" if at is None else time.strftime("%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _successes(tasks: dict[str, Any]) -> str:
+    several = len(tasks) > 1
+    return (
+        ", ".join(
+            f"{name} {task['success']:.2f}" if several else f"{task['success']:.2f}"
+            for name, task in tasks.items()
+        )
+        or "-"
+    )
+
+
 def show_stopped(progress: Progress, store: Store, console: Console | None = None) -> None:
     """Print what to do with a run that ended before its last iteration."""
     console = console or Console(stderr=True)
     version = "before its first version" if progress.version is None else f"at version {progress.version}"
     console.print(f"{progress.run} ended {version}; nothing that was finished is lost.")
-    _print_pairs(console, [("run", store.uri), ("continue", f"rollart resume {run_argument(store)}")])
+    console.print(_pairs([("run", store.uri), ("continue", f"rollart resume {run_argument(store)}")]))
 
 
 def run_argument(store: Store) -> str:

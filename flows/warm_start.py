@@ -25,7 +25,9 @@ from tasks.rollout.demonstrations import demonstrations
 from tasks.store import Store, layout
 from tasks.trajectory import encode
 
-RECIPE = 1  # raise it when the demonstrations or the supervised objective change: old results are not reused then
+RECIPE = (
+    1  # raise it when the demonstrations or the supervised objective change: old results are not reused then
+)
 CACHE = "warm-starts"
 
 
@@ -50,7 +52,8 @@ async def warm_start(run: str) -> None:
             await asyncio.to_thread(_keep, context, k + 1)
             return
     raise RunFailed(
-        f"no warm-start round of {rounds} passed the gate", look_at="warm_start.steps, gate_success and gate_greedy"
+        f"no warm-start round of {rounds} passed the gate",
+        look_at="warm_start.steps, gate_success and gate_greedy",
     )
 
 
@@ -82,7 +85,9 @@ async def demonstrate(run: str, k: int, number: int) -> None:
         learning_rate=settings.learning_rate,
         restart_seed=context.config.seed + number if restart else None,
     )
-    get_run_logger().info("%d demonstrations, %d steps%s", len(made), steps, ", from new weights" if restart else "")
+    get_run_logger().info(
+        "%d demonstrations, %d steps%s", len(made), steps, ", from new weights" if restart else ""
+    )
 
 
 @task(task_run_name="gate-v{version}", cache_policy=NO_CACHE, persist_result=False)
@@ -94,7 +99,8 @@ async def gate(run: str, version: int) -> bool:
     sampled = await run_episodes(run, version, episodes, temperature=1.0)
     greedy = await run_episodes(run, version, episodes, temperature=0.0)
     verdicts = {
-        name: sampled[name]["success"] >= settings.gate_success and greedy[name]["success"] >= settings.gate_greedy
+        name: sampled[name]["success"] >= settings.gate_success
+        and greedy[name]["success"] >= settings.gate_greedy
         for name in sampled
     }
     for name, passed in verdicts.items():
@@ -137,7 +143,10 @@ async def initial_policy(context: RunContext) -> None:
     """See to it that version 0 exists: from the trainer, from a cached warm start, or by a warm start."""
     if not context.config.warm_start.enabled:
         await asyncio.to_thread(
-            context.store.wait_for, layout.weights(0), context.config.trainer.start_deadline_s, "the trainer's log"
+            context.store.wait_for,
+            layout.weights(0),
+            context.config.trainer.start_deadline_s,
+            "the trainer's log",
         )
     elif await asyncio.to_thread(context.store.manifest, layout.weights(0)) is None:
         if await asyncio.to_thread(from_cache, context):

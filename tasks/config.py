@@ -22,7 +22,7 @@ from tasks.errors import UserError
 class Section(BaseModel):
     """A table of the configuration: unknown keys and wrong types are errors, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class StoreConfig(Section):
@@ -244,7 +244,9 @@ def parse_config(data: dict[str, Any], overrides: list[str] | None = None) -> Ru
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise _explain(error.errors()[0]) from None
+        found = error.errors()
+        # A misspelt key also shows as a missing one; the misspelling is what to tell.
+        raise _explain(next((e for e in found if e["type"] == "extra_forbidden"), found[0])) from None
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -298,7 +300,37 @@ def _explain(error: Any) -> UserError:
         did = f" (did you mean {nearest[0]!r}?)" if nearest else ""
         return UserError(setting, f"{given!r} is unknown", f"use {error['ctx']['expected']}{did}")
     shown = json.dumps(error["input"], default=str)[:60]
+    if (wanted := _WANTED.get(error["type"])) is not None:
+        return UserError(setting, f"is {shown}, which is not {wanted}", f"give {wanted}")
+    if (bound := _BOUNDS.get(error["type"])) is not None:
+        return UserError(setting, f"is {shown}, which is out of range", f"set it to {bound.format(**error['ctx'])}")
+    if error["type"] == "missing":
+        return UserError(setting, "is missing", "add it")
     return UserError(setting, f"{error['msg'][0].lower()}{error['msg'][1:]}, but it is {shown}", "correct the value")
+
+
+# What pydantic's kinds of error mean in the words of a configuration file.
+_WANTED = {
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "string_pattern_mismatch": "a name of lower-case letters, digits, '.', '_' and '-'",
+    "list_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "finite_number": "a finite number",
+}
+_BOUNDS = {
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "{le:g} or less",
+    "too_short": "a list of {min_length} or more",
+    "string_too_short": "a text that is not empty",
+}
 
 
 def _keys_at(location: tuple[Any, ...]) -> list[str]:

@@ -63,14 +63,18 @@ class Agent:
         self.loads: list[dict[str, Any]] = []
         self.serving: LocalVersion | None = None
         self.refused: int | None = None
+        self._api_key, self._log = api_key, log
+
+    def run(self) -> NoReturn:
+        """Keep the engine running; restart it after a death, with back-off, as often as configured.
+
+        Raises UserError (inference.port is taken), DeadlineExceeded (no policy in the store).
+        """
+        port = choose_port(self.config, int(self.name.rsplit("-", 1)[-1]))
         self.say("fetching the policy's folder")
         self.store.wait_for("policy", self.config.inference.start_deadline_s, "the run's controller")
         self.store.fetch("policy", self.folder / "policy")
-        port = choose_port(self.config, int(name.rsplit("-", 1)[-1]))
-        self.engine = Engine(self.config, self.folder / "policy", port, api_key, log)
-
-    def run(self) -> NoReturn:
-        """Keep the engine running; restart it after a death, with back-off, as often as configured."""
+        self.engine = Engine(self.config, self.folder / "policy", port, self._api_key, self._log)
         deaths = 0
         try:
             while True:
@@ -213,15 +217,20 @@ def main() -> None:
         signal.signal(number, _end)
     end_with_parent()
     if not (api_key := os.environ.get(API_KEY)):
-        raise UserError(API_KEY, "is not set", "the controller generates it; to start by hand: export any secret")
-    agent: Agent | None = None
-    status, reason = "stopped", "ended by a signal"
+        sys.exit(
+            f"error: {API_KEY} is not set\n  fix: the controller generates it; by hand, export any secret"
+        )
+    agent = Agent(Store(options.store, options.endpoint_url), options.name, api_key)
     try:
-        agent = Agent(Store(options.store, options.endpoint_url), options.name, api_key)
         agent.run()
-    finally:
-        if agent is not None:
-            agent.registrar.close("stopped")
+    except SystemExit:
+        agent.registrar.close("stopped")
+        raise
+    except Exception as error:
+        agent.registrar.close("failed", str(error))
+        if not isinstance(error, UserError):
+            raise
+        sys.exit(f"error: {error}")
 
 
 def _end(*_: object) -> None:

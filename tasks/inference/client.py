@@ -179,10 +179,7 @@ def _generation(answer: dict[str, Any]) -> Generation:
 
 
 def served_version(store: Store, engines: int) -> int | None:
-    """The lowest version among `engines` engines, or None unless all are ready with a fresh heartbeat.
-
-    Note that an engine that is away counts: None, not the version of the others.
-    """
+    """The lowest version among those of `engines` engines that are ready with a fresh heartbeat; None if none is."""
     versions: list[int] = []
     for index in range(engines):
         registration = registered(store, f"engine-{index}")

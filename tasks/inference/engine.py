@@ -7,7 +7,6 @@ dummy weights and serves nothing that matters before `load`; `stop` leaves no de
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -67,7 +66,12 @@ class Engine:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tasks.inference.server", *arguments(self.config, self.policy, self.port)],
+                [
+                    sys.executable,
+                    "-m",
+                    "tasks.inference.server",
+                    *arguments(self.config, self.policy, self.port),
+                ],
                 env={**os.environ, **environment(self.config), server.API_KEY: self._api_key},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -91,7 +95,9 @@ class Engine:
             except httpx.TransportError:
                 pass
             if time.monotonic() - started > deadline_s:
-                raise DeadlineExceeded(f"the vLLM server at {self.address} to be healthy", deadline_s, str(self.log))
+                raise DeadlineExceeded(
+                    f"the vLLM server at {self.address} to be healthy", deadline_s, str(self.log)
+                )
             time.sleep(0.2)
 
     def stop(self, grace_s: float = 4.0) -> None:
@@ -138,8 +144,16 @@ class Engine:
         self._generate([0, 1, 2], logprobs=0)
 
     def _generate(self, tokens: Sequence[int], **sampling: Any) -> dict[str, Any]:
-        parameters = {"max_tokens": 1, "temperature": 1.0, "detokenize": False, "ignore_eos": True, **sampling}
-        return self._post("/inference/v1/generate", {"token_ids": list(tokens), "sampling_params": parameters})
+        parameters = {
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "detokenize": False,
+            "ignore_eos": True,
+            **sampling,
+        }
+        return self._post(
+            "/inference/v1/generate", {"token_ids": list(tokens), "sampling_params": parameters}
+        )
 
     def _post(self, route: str, body: dict[str, Any] | None = None) -> Any:
         try:
@@ -148,7 +162,9 @@ class Engine:
             self.check()
             raise EngineDied(f"the vLLM server does not answer {route}: {error!r}") from error
         if answer.status_code >= 500:
-            raise EngineDied(f"the vLLM server answered {route} with {answer.status_code}: {answer.text[:500]}")
+            raise EngineDied(
+                f"the vLLM server answered {route} with {answer.status_code}: {answer.text[:500]}"
+            )
         answer.raise_for_status()
         return answer.json()
 
@@ -208,7 +224,6 @@ def arguments(config: RunConfig, policy: Path, port: int) -> list[str]:
         "--logprobs-mode=processed_logprobs",
         "--max-logprobs=1",
         "--enable-prefix-caching",
-        "--prefix-caching-hash-algo=xxhash" if _has("xxhash") else "--prefix-caching-hash-algo=sha256",
         "--disable-log-stats",
         "--disable-uvicorn-access-log",
         "--disable-fastapi-docs",
@@ -245,7 +260,3 @@ def environment(config: RunConfig) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         server.FORK: "1",
     }
-
-
-def _has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None

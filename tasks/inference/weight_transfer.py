@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -56,7 +57,8 @@ class FolderWeightTransferEngine(WeightTransferEngine[FolderInitInfo, FolderUpda
     def receive_weights(self, update_info: FolderUpdateInfo) -> None:
         """Load the folder's tensors. Raises FileNotFoundError if it holds none."""
         tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
-        self.model.load_weights(checkpoint(Path(update_info.folder), tied))
+        model: Any = self.model
+        model.load_weights(checkpoint(Path(update_info.folder), tied))
 
     def finish_weight_update(self) -> None:
         """Bring the loaded layers into the form the kernels want."""

@@ -43,6 +43,8 @@ class ChatRenderer:
             if name.endswith("_token") and isinstance(value, dict | str)
         }
         self._template = _compile(_template_text(files, self._config))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = {token for token, about in added.items() if about.special}
         self._end_of_turn = self._find_end_of_turn()
         self.stop_token_ids = sorted({self._end_of_turn, *self._eos(files)})
         # Small environments say the same things again and again.
@@ -75,7 +77,9 @@ class ChatRenderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        # Special tokens go before decoding: decoders that strip the end panic on a text that is empty.
+        words = [token for token in map(int, ids) if token not in self._special_ids]
+        return self._tokenizer.decode(words) if words else ""
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """The text of ids with special tokens, for a person to look at."""
@@ -90,8 +94,8 @@ class ChatRenderer:
     def _find_end_of_turn(self) -> int:
         """The special token that closes an assistant's turn."""
         ids = self._reply_ids("Another question.")
-        first = self._tokenizer.id_to_token(ids[0]) if ids else None
-        if first not in {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}:
+        if not ids or ids[0] not in self._tokenizer.get_added_tokens_decoder():
+            first = self._tokenizer.id_to_token(ids[0]) if ids else None
             problem = f"has a chat template that ends an answer with {first!r}, which is no special token"
             raise UserError("policy.model", problem, "use a chat model with an end-of-turn token")
         return ids[0]

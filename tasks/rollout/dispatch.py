@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
+import secrets
 import threading
+import time
 import tomllib
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -26,10 +29,12 @@ from tasks.environments.cluster import SLOT
 from tasks.environments.deadline import abandoned_calls
 from tasks.errors import UserError
 from tasks.rollout.chat import ChatRenderer
-from tasks.rollout.episode import Generate, run_episode
+from tasks.rollout.episode import Generate, Generated, run_episode
+from tasks.services import registered
 from tasks.store import Store, layout
 from tasks.trajectory import EpisodeFailure, EpisodeSpec, Trajectory
 
+ADDRESSES_VALID_S = 5.0
 MAX_ABANDONED = 32  # hung environment calls a worker process may hold before it is replaced
 
 Result = Trajectory | EpisodeFailure
@@ -51,10 +56,41 @@ class EpisodeJob:
 
 
 def engine_client(store: Store, config: RunConfig) -> Generate:
-    """The client of the run's engines."""
-    from tasks.inference.client import EngineClient
+    """A function that asks the run's engines, wherever they are registered at the time."""
+    return _Engines(store, config).generate
 
-    return EngineClient(store, config).generate
+
+class _Engines:
+    """The client of the registered engines, made anew when their addresses change (an engine restarted)."""
+
+    def __init__(self, store: Store, config: RunConfig):
+        self._store, self._config = store, config
+        self._lock = threading.Lock()
+        self._addresses: list[str] = []
+        self._looked_at = -float("inf")
+        self._client: Any = None
+
+    def generate(self, tokens: Sequence[int], **sampling: Any) -> Generated:
+        return self._current().generate(tokens, **sampling)
+
+    def _current(self) -> Any:
+        from tasks.inference.client import EngineClient
+
+        with self._lock:
+            if self._client is None or time.monotonic() - self._looked_at > ADDRESSES_VALID_S:
+                addresses = self._registered()
+                if addresses and addresses != self._addresses:  # the old client closes with its last request
+                    key, deadline_s = os.environ.get("ROLLART_API_KEY", ""), self._config.inference.request_deadline_s
+                    self._client, self._addresses = EngineClient(addresses, key, deadline_s), addresses
+                self._looked_at = time.monotonic()
+            if self._client is None:
+                raise ConnectionError(f"no engine is registered; look at {self._store.uri}/services/engine-0.json")
+            return self._client
+
+    def _registered(self) -> list[str]:
+        names = [f"engine-{index}" for index in range(self._config.inference.engines)]
+        found = [registered(self._store, name) for name in names]
+        return [engine.address for engine in found if engine and engine.address and engine.status == "ready"]
 
 
 # On the worker
@@ -135,7 +171,7 @@ class EpisodePool:
         self._specs: dict[Any, EpisodeSpec] = {}  # by key of the future
         self._finished: asyncio.Queue[Future] = asyncio.Queue()
         self._results: deque[Result] = deque()
-        self._serial = 0
+        self._name, self._submitted = secrets.token_hex(4), 0  # a future's key is never used twice
 
     @property
     def in_flight(self) -> int:
@@ -152,13 +188,13 @@ class EpisodePool:
         fresh = [spec for spec in specs if spec not in self._futures]
         if not fresh:
             return
-        self._serial += 1
-        keys = [f"episode-{s.wave}-{s.group}-{s.index}-{self._serial}-{n}" for n, s in enumerate(fresh)]
+        numbers = range(self._submitted, self._submitted + len(fresh))
+        self._submitted += len(fresh)
         futures = self._client.map(
             run_on_worker,
             fresh,
             job=self._job,
-            key=keys,
+            key=[f"episode-{self._name}-{number}" for number in numbers],
             pure=False,
             resources={SLOT: 1},
             priority=-min(spec.wave for spec in fresh) if priority is None else priority,

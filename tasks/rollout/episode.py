@@ -8,7 +8,8 @@ or a recorded failure, and raises only for a configuration that no episode could
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -17,7 +18,7 @@ import numpy as np
 from tasks.config import EnvironmentsConfig, TaskConfig
 from tasks.environments import Split, TextEnvironment, make_environment
 from tasks.environments.base import Step, derive_seed
-from tasks.environments.deadline import call
+from tasks.environments.deadline import CallHung, call
 from tasks.errors import UserError
 from tasks.rollout.chat import ChatRenderer
 from tasks.trajectory import NOT_GENERATED, EpisodeFailure, EpisodeSpec, Trajectory
@@ -37,6 +38,19 @@ class Generated(Protocol):
 
 
 Generate = Callable[..., Generated]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of an episode, for whoever watches it."""
+
+    observation: str  # what the policy saw
+    action: str
+    logprob: float  # of the whole action, the end-of-turn token included; natural log
+    version: int  # of the policy that acted
+    reward: float
+    next_observation: str
+    over: bool
 
 
 class EpisodeCancelled(Exception):
@@ -100,23 +114,26 @@ def run_episode(
     temperature: float,
     split: Split = "train",
     cancelled: Callable[[], bool] = lambda: False,
+    on_turn: Callable[[Turn], None] = lambda turn: None,
 ) -> Trajectory | EpisodeFailure:
     """Run an episode, again after a failed attempt, at most `environments.retries` times.
 
     Reaching `context_limit` (tokens), the turn limit or an action's token limit ends it as truncated. All
     randomness (sampling, latency, faults) is drawn from `spec` and the attempt. Raises UserError for options
-    no environment takes, and EpisodeCancelled when `cancelled()` turns true between turns.
+    no environment takes, and EpisodeCancelled when `cancelled()` turns true between turns. `on_turn` hears of every turn taken.
     """
     for attempt in range(environments.retries + 1):
         seed = derive_seed(spec.task, spec.seed, spec.wave, spec.group, spec.index, attempt)
         environment = make_environment(task, environments, seed, split=split)
         playing = _Attempt(
-            spec, task, environments, generate, chat, context_limit, temperature, cancelled, seed
+            spec, task, environments, generate, chat, context_limit, temperature, cancelled, on_turn, seed
         )
         try:
             return playing.run(environment, retries=attempt)
         except _Failed as error:
             failure = error
+        finally:
+            playing.close(environment)
     return EpisodeFailure(**vars(spec), stage=failure.stage, reason=str(failure), attempts=attempt + 1)
 
 
@@ -132,14 +149,17 @@ class _Attempt:
     context_limit: int
     temperature: float
     cancelled: Callable[[], bool]
+    on_turn: Callable[[Turn], None]
     seed: int
     env_s: float = 0.0
     generate_s: float = 0.0
+    hung: bool = False
 
     def run(self, environment: TextEnvironment, retries: int) -> Trajectory:
         started_at = time.time()
         transcript, turns, reward, success, truncated = Transcript(), 0, 0.0, False, False
-        transcript.heard(self.chat.open(environment.system_prompt, self._reset(environment)))
+        seen = self._reset(environment)
+        transcript.heard(self.chat.open(environment.system_prompt, seen))
         if len(transcript) >= self.context_limit:
             problem = f"a prompt of {len(transcript)} tokens leaves no room in {self.context_limit}"
             raise _Failed("reset", ValueError(problem))
@@ -152,8 +172,11 @@ class _Attempt:
             if not closed and len(transcript) >= self.context_limit:
                 truncated = True  # cut in the middle of an action, which therefore is not taken
                 break
-            step = self._step(environment, self.chat.decode(generation.tokens))
-            observation, gain, terminated, truncated, info = step
+            action = self.chat.decode(generation.tokens)
+            observation, gain, terminated, truncated, info = self._step(environment, action)
+            logprob, over = sum(generation.logprobs), terminated or truncated
+            self.on_turn(Turn(seen, action, logprob, generation.versions[-1], gain, observation, over))
+            seen = observation
             reward += gain
             success = bool(info.get("success", False))
             if terminated or truncated:
@@ -164,7 +187,6 @@ class _Attempt:
                 truncated = True
             else:
                 transcript.heard(reply)
-        self._close(environment)
         return Trajectory(
             **vars(self.spec),
             **transcript.arrays(),
@@ -183,22 +205,24 @@ class _Attempt:
         return self.task.max_action_tokens or environment.max_action_tokens
 
     def _reset(self, environment: TextEnvironment) -> str:
-        started = time.monotonic()
-        try:
-            reply = call(environment.reset, self.spec.seed, deadline_s=self.environments.reset_deadline_s)
-            return _checked_reset(reply)
-        except Exception as error:
-            raise _Failed("reset", error) from error
-        finally:
-            self.env_s += time.monotonic() - started
+        with self._in_environment("reset"):
+            deadline_s = self.environments.reset_deadline_s
+            return _checked_reset(call(environment.reset, self.spec.seed, deadline_s=deadline_s))
 
     def _step(self, environment: TextEnvironment, action: str) -> Step:
+        with self._in_environment("step"):
+            deadline_s = self.environments.step_deadline_s
+            return _checked_step(call(environment.step, action, deadline_s=deadline_s))
+
+    @contextmanager
+    def _in_environment(self, stage: Literal["reset", "step"]) -> Iterator[None]:
+        """Counts the time, and turns whatever the environment does wrong into a failure of `stage`."""
         started = time.monotonic()
         try:
-            reply = call(environment.step, action, deadline_s=self.environments.step_deadline_s)
-            return _checked_step(reply)
+            yield
         except Exception as error:
-            raise _Failed("step", error) from error
+            self.hung = isinstance(error, CallHung)
+            raise _Failed(stage, error) from error
         finally:
             self.env_s += time.monotonic() - started
 
@@ -222,21 +246,14 @@ class _Attempt:
         finally:
             self.generate_s += time.monotonic() - started
 
-    def _close(self, environment: TextEnvironment) -> None:
+    def close(self, environment: TextEnvironment) -> None:
+        """Close the environment, unless a call of it still runs."""
+        if self.hung:
+            return
         try:
             call(environment.close, deadline_s=self.environments.step_deadline_s)
         except Exception:  # the episode is over and its result is good
             pass
-
-
-def opening_tokens(
-    task: TaskConfig, environments: EnvironmentsConfig, chat: ChatRenderer, seed: int = 0
-) -> int:
-    """Length (tokens) of a task's first prompt, to check a context limit against before anything starts."""
-    environment = make_environment(task, environments.model_copy(update={"faults": {}, "latency": {}}), seed)
-    observation, _ = environment.reset(seed)
-    environment.close()
-    return len(chat.open(environment.system_prompt, observation))
 
 
 def _checked_reset(reply: Any) -> str:

@@ -142,13 +142,16 @@ class Store:
     def names(self, folder: str) -> list[str]:
         """Names directly below `folder`, sorted; empty if there is none."""
 
+        path = self._path(folder).rstrip("/")
+
         def listed() -> list[str]:
             try:
-                entries = self.fs.ls(self._path(folder), detail=False, **({} if self.local else {"refresh": True}))
+                entries = self.fs.ls(path, detail=False, **({} if self.local else {"refresh": True}))
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            found = (str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
-            return sorted(name for name in found if not name.startswith("."))
+            found = (str(entry).rstrip("/") for entry in entries)  # a prefix's marker lists the prefix itself
+            names = (entry.rsplit("/", 1)[-1] for entry in found if entry != path)
+            return sorted(name for name in names if not name.startswith("."))
 
         return self._retry(listed, f"listing of {folder}")
 
@@ -202,9 +205,22 @@ class Store:
         if self.fs.isfile(f"{path}/{MANIFEST}"):
             self.fs.rm_file(f"{path}/{MANIFEST}")
         try:
+            objects = [] if self.local else self.fs.find(path)
             self.fs.rm(path, recursive=True)
         except FileNotFoundError:
-            pass
+            return
+        if hasattr(self.fs, "call_s3"):
+            self._delete_markers(path, objects)
+
+    def _delete_markers(self, path: str, objects: list[str]) -> None:
+        """Some S3 servers go on listing an emptied prefix until its marker, the key with a `/` behind, is removed."""
+        folders = {path}
+        for name in objects:
+            inner = name.removeprefix(f"{path}/").split("/")[:-1]
+            folders |= {"/".join([path, *inner[:depth]]) for depth in range(1, len(inner) + 1)}
+        for folder in sorted(folders, key=len, reverse=True):
+            bucket, key = folder.split("/", 1)
+            self.fs.call_s3("delete_object", Bucket=bucket, Key=f"{key}/")
 
     def _retry(self, operation: Callable[[], T], what: str) -> T:
         started, pause = time.monotonic(), 0.2
@@ -213,8 +229,8 @@ class Store:
                 return operation()
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError):
                 raise  # an answer, not a fault
-            except OSError as error:
-                if self.local:
+            except Exception as error:
+                if self.local or not isinstance(error, _transient_errors()):
                     raise
                 waited = time.monotonic() - started
                 if waited + pause > RETRY_DEADLINE_S:
@@ -232,12 +248,25 @@ def _filesystem(uri: str, endpoint_url: str | None) -> tuple[Any, str]:
         uri = str(Path(uri.removeprefix("file://")).expanduser().absolute())
     options: dict[str, Any] = {}
     if scheme in ("s3", "s3a"):
-        options = {"use_listings_cache": False, "endpoint_url": endpoint_url or os.environ.get("AWS_ENDPOINT_URL")}
+        options = {
+            "use_listings_cache": False,
+            "endpoint_url": endpoint_url or os.environ.get("AWS_ENDPOINT_URL"),
+            # one quick second attempt, for a part of a large object; the rest is _retry's, which knows the deadline
+            "config_kwargs": {"retries": {"mode": "standard", "total_max_attempts": 2}},
+        }
     try:
         fs, root = fsspec.core.url_to_fs(uri, **options)
     except (ValueError, ImportError) as error:
         raise UserError("store.root", f"{uri!r} cannot be opened ({error})", "use a folder or s3://bucket/prefix") from None
     return fs, str(root).rstrip("/")
+
+
+def _transient_errors() -> tuple[type[Exception], ...]:
+    """What a remote store may answer once and not again. s3fs lets its HTTP layers' own errors through."""
+    import aiohttp
+    import botocore.exceptions as boto
+
+    return OSError, aiohttp.ClientError, boto.HTTPClientError, boto.ConnectionError
 
 
 def _write_atomically(target: Path, content: bytes | Path) -> None:

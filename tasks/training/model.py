@@ -123,7 +123,9 @@ class ShardedPolicy:
         taken = set()
         for name, value in weights:
             if name in mine:
-                with deepspeed.zero.GatheredParameters([mine[name]], modifier_rank=0, enabled=self.stage == 3):
+                with deepspeed.zero.GatheredParameters(
+                    [mine[name]], modifier_rank=0, enabled=self.stage == 3
+                ):
                     mine[name].data.copy_(value)
                 taken.add(id(mine[name]))
         missing = [name for name, tensor in mine.items() if id(tensor) not in taken]
@@ -133,7 +135,9 @@ class ShardedPolicy:
             self.optimiser.refresh_fp32_params()
         elif self.stage == 3:
             for master, shards in zip(
-                self.optimiser.fp32_partitioned_groups_flat, self.optimiser.fp16_partitioned_groups_flat, strict=True
+                self.optimiser.fp32_partitioned_groups_flat,
+                self.optimiser.fp16_partitioned_groups_flat,
+                strict=True,
             ):
                 master.data.copy_(shards.data)
 
@@ -194,4 +198,6 @@ def start_distributed(threads: int) -> None:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # On CPU DeepSpeed would compile a shared-memory collective at first use: minutes, and it needs a C++ compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)

@@ -26,10 +26,14 @@ def check_model_folder(path: Path) -> None:
     Reads only the headers of the weights. Raises UserError for the setting `policy.model`.
     """
     if not path.is_dir():
-        raise UserError(SETTING, f"folder {path} does not exist", "give a Hugging Face folder, a hub name, or 'tiny'")
+        raise UserError(
+            SETTING, f"folder {path} does not exist", "give a Hugging Face folder, a hub name, or 'tiny'"
+        )
     config = _json_file(path / "config.json", "is the folder of a Hugging Face model?")
     if "model_type" not in config and "architectures" not in config:
-        raise UserError(SETTING, f"{path}/config.json names no model_type", "give a Hugging Face model's folder")
+        raise UserError(
+            SETTING, f"{path}/config.json names no model_type", "give a Hugging Face model's folder"
+        )
     _json_file(path / "tokenizer.json", "save the model's fast tokenizer there")
     for name in weight_files(path):
         check_safetensors(path / name)
@@ -46,7 +50,9 @@ def weight_files(path: Path) -> list[str]:
         raise UserError(SETTING, f"{path} has no model.safetensors", "save the model as safetensors there")
     for name in names:
         if not (path / name).is_file():
-            raise UserError(SETTING, f"{path}/{name} is missing, but the index names it", "download the model again")
+            raise UserError(
+                SETTING, f"{path}/{name} is missing, but the index names it", "download the model again"
+            )
     return names
 
 

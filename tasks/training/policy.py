@@ -138,7 +138,9 @@ def policy_files(folder: Path) -> dict[str, bytes | Path]:
 
     The chat template is put into tokenizer_config.json, so that readers look in one place.
     """
-    found: dict[str, bytes | Path] = {name: folder / name for name in POLICY_FILES if (folder / name).is_file()}
+    found: dict[str, bytes | Path] = {
+        name: folder / name for name in POLICY_FILES if (folder / name).is_file()
+    }
     for name in ("config.json", "tokenizer.json"):
         if name not in found:
             raise UserError("policy.model", f"{folder} has no {name}", "give a model with a fast tokenizer")

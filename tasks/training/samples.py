@@ -67,7 +67,9 @@ def policy_gradient_samples(trajectories: Sequence[Trajectory], advantage: str) 
     groups: dict[tuple[int, int], list[Trajectory]] = {}
     for trajectory in trajectories:
         if trajectory.reward is None:
-            raise ValueError(f"trajectory {trajectory.wave}/{trajectory.group}/{trajectory.index} has no reward")
+            raise ValueError(
+                f"trajectory {trajectory.wave}/{trajectory.group}/{trajectory.index} has no reward"
+            )
         groups.setdefault((trajectory.wave, trajectory.group), []).append(trajectory)
     samples: list[Sample | None] = []
     without = 0
@@ -88,7 +90,9 @@ def collate(samples: Sequence[Sample], weights: Sequence[float], device: torch.d
     position without weight, so that a rank without work still takes part in collectives.
     """
     if not samples:
-        none = Sample(*(np.zeros(1, np.int64) for _ in range(3)), np.zeros(1, np.float32), np.full(1, -(2**31)))
+        none = Sample(
+            *(np.zeros(1, np.int64) for _ in range(3)), np.zeros(1, np.float32), np.full(1, -(2**31))
+        )
         return collate([none], [0.0], device)
     length = max(len(s.tokens) for s in samples)
     tokens = np.zeros((len(samples), length), dtype=np.int64)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tasks.config import LossConfig, RunConfig
 from tasks.training import losses
-from tasks.training.batching import padding_fraction, plan
+from tasks.training.batching import plan
 from tasks.training.model import Policy, ShardedPolicy
 from tasks.training.samples import MicroBatch, Sample, collate, policy_gradient_samples, sample
 from tasks.trajectory import Trajectory
@@ -133,17 +133,19 @@ class Trainer:
         tally, norms, started, now = Tally(), [], time.perf_counter(), 0.0
         tally.top(mismatch=0.0, ratio_max=0.0)
         proximal: dict[int, np.ndarray] = {}
-        for epoch in range(trainer.epochs if samples else 0):
-            minibatches = np.array_split(random.permutation(len(samples)), count)
-            if epoch == 0 and self.config.correction == "decoupled":
-                later = minibatches if trainer.epochs > 1 else minibatches[1:]
-                proximal = self._proximal(samples, [int(i) for m in later for i in m], k, tally, progress)
-            for number, minibatch in enumerate(minibatches):
-                progress(f"training iteration {k}: minibatch {epoch * count + number + 1}/{trainer.epochs * count}")
-                first = epoch == 0 and number == 0
-                self._minibatch(samples, minibatch, proximal, k if first else None, tally)
-                now = self._scheduled_rate()
-                norms.append(self._step(now))
+        minibatches = np.array_split(random.permutation(len(samples)), count) if count else []
+        if self.config.correction == "decoupled":
+            # The minibatch that comes before any update needs none: its own log-probs are the proximal ones.
+            later = minibatches if trainer.epochs > 1 else minibatches[1:]
+            proximal = self._proximal(samples, later, k, tally, progress)
+        for number in range(trainer.epochs * count):
+            progress(f"training iteration {k}: minibatch {number + 1}/{trainer.epochs * count}")
+            minibatch = minibatches[
+                number % count
+            ]  # the same in each epoch, so a rank's proximal log-probs are its own
+            self._minibatch(samples, minibatch, proximal, k if number == 0 else None, tally)
+            now = self._scheduled_rate()
+            norms.append(self._step(now))
         seconds = time.perf_counter() - started
         total = tally.over_ranks(self.policy.device)
         tokens = max(1.0, total.get("generated", 0.0))
@@ -187,7 +189,9 @@ class Trainer:
         """Accumulate the gradient of one minibatch. `fresh` is k while the weights are those of version k."""
         chosen = [samples[i] for i in minibatch]
         counts = np.array([len(s.positions) for s in chosen])
-        weights = losses.token_weights(counts, self.config.loss.normalisation, self.config.policy.context_limit)
+        weights = losses.token_weights(
+            counts, self.config.loss.normalisation, self.config.policy.context_limit
+        )
         known = [proximal.get(int(i)) for i in minibatch]
         for micro, last, indices in self._indexed_micro_batches(chosen, weights, tally):
             logits = self.policy.logits(micro.tokens, micro.positions) / self.config.rollout.temperature
@@ -238,27 +242,26 @@ class Trainer:
 
     @torch.no_grad()
     def _proximal(
-        self, samples: Sequence[Sample], indices: list[int], k: int, tally: Tally, progress: Progress
+        self,
+        samples: Sequence[Sample],
+        minibatches: Sequence[np.ndarray],
+        k: int,
+        tally: Tally,
+        progress: Progress,
     ) -> dict[int, np.ndarray]:
-        """Log-probs of the version the batch began with, by sample index; each rank computes its own share.
-
-        The minibatch that comes before any update needs none: its own log-probs are the proximal ones.
-        """
+        """Log-probs of the version the batch began with, by index, of this rank's samples in each minibatch."""
         progress(f"training iteration {k}: proximal log-probs")
-        mine: dict[int, np.ndarray] = {}
-        chosen = [samples[i] for i in indices]
-        for micro, _, within in self._indexed_micro_batches(chosen, np.ones(len(chosen)), Tally()):
-            logits = self.policy.logits(micro.tokens, micro.positions) / self.config.rollout.temperature
-            logp = token_logprobs(logits, micro.targets)
-            tally.top(mismatch=_mismatch(logp, micro, k))
-            ends = np.cumsum([len(chosen[i].positions) for i in within])
-            for i, values in zip(within, np.split(logp.cpu().numpy(), ends[:-1]), strict=False):
-                mine[indices[i]] = values
-        if self.ranks == 1:
-            return mine
-        shares: list[dict[str, list[float]]] = [{}] * self.ranks
-        dist.all_gather_object(shares, {str(i): v.tolist() for i, v in mine.items()})
-        return {int(i): np.float32(values) for share in shares for i, values in share.items()}
+        found: dict[int, np.ndarray] = {}
+        for minibatch in minibatches:
+            chosen = [samples[i] for i in minibatch]
+            for micro, _, within in self._indexed_micro_batches(chosen, np.ones(len(chosen)), Tally()):
+                logits = self.policy.logits(micro.tokens, micro.positions) / self.config.rollout.temperature
+                logp = token_logprobs(logits, micro.targets)
+                tally.top(mismatch=_mismatch(logp, micro, k))
+                ends = np.cumsum([len(chosen[i].positions) for i in within])
+                for i, values in zip(within, np.split(logp.cpu().numpy(), ends[:-1]), strict=False):
+                    found[int(minibatch[i])] = values
+        return found
 
     @torch.no_grad()
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor:

@@ -1,0 +1,227 @@
+"""The engines' client against a real HTTP server on loopback that misbehaves on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.config import parse_config
+from tasks.errors import DeadlineExceeded, UserError
+from tasks.inference.client import EngineClient, served_version
+from tasks.inference.engine import choose_port
+from tasks.inference.server import API_KEY, RequireKey
+from tasks.services import Registration
+from tasks.store import Store, layout
+
+GOOD = {
+    "choices": [
+        {
+            "finish_reason": "stop",
+            "token_ids": [11, 12, 1],
+            "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}, {"logprob": -0.3}]},
+            "weight_versions": [
+                {"version": "-2", "start": 0, "end": 1},
+                {"version": "3", "start": 1, "end": 3},
+            ],
+        }
+    ]
+}
+Answer = tuple[int, dict[str, Any]]
+
+
+def unready() -> dict[str, Any]:
+    answer = json.loads(json.dumps(GOOD))
+    answer["choices"][0]["weight_versions"] = [{"version": "default", "start": 0, "end": 3}]
+    return answer
+
+
+class Server:
+    """Answers with `answers` in turn, then with GOOD; records the requests and their connections."""
+
+    def __init__(self, answers: list[Answer], delay_s: float = 0.0):
+        self.requests: list[dict[str, Any]] = []
+        self.connections: set[Any] = set()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                server.requests.append({"key": self.headers["Authorization"], **json.loads(body)})
+                server.connections.add(self.client_address)
+                time.sleep(delay_s)
+                status, answer = answers.pop(0) if answers else (200, GOOD)
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*answers: Answer, delay_s: float = 0.0) -> Server:
+        servers.append(Server(list(answers), delay_s))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def closed_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def ask(client: EngineClient, sticky: str = "a") -> Any:
+    return client.generate([5, 6], max_tokens=3, temperature=0.7, stop_token_ids=[1], seed=9, sticky=sticky)
+
+
+def test_every_token_has_its_log_prob_and_the_version_of_its_span(serve: Callable[..., Server]) -> None:
+    server = serve()
+    generation = ask(EngineClient([server.address], "secret", 5))
+    assert generation.tokens == [11, 12, 1]  # the stop token included
+    assert generation.logprobs == [-0.1, -0.2, -0.3]
+    assert generation.versions == [-2, 3, 3]
+    assert server.requests[0]["key"] == "Bearer secret"
+    sampling = server.requests[0]["sampling_params"]
+    assert (sampling["temperature"], sampling["seed"], sampling["stop_token_ids"]) == (0.7, 9, [1])
+
+
+def test_requests_of_one_thread_share_one_connection(serve: Callable[..., Server]) -> None:
+    server = serve()
+    client = EngineClient([server.address], "k", 5)
+    for _ in range(5):
+        ask(client)
+    assert len(server.connections) == 1
+
+
+def test_a_sticky_key_always_goes_to_the_same_engine_and_keys_spread(serve: Callable[..., Server]) -> None:
+    servers = [serve(), serve()]
+    client = EngineClient([server.address for server in servers], "k", 5)
+    for _ in range(4):
+        ask(client, "one")
+    assert sorted(len(server.requests) for server in servers) == [0, 4]
+    for index in range(40):
+        ask(client, f"t{index}")
+    assert min(len(server.requests) for server in servers) >= 8
+
+
+@pytest.mark.parametrize(
+    "answer", [(503, {}), (500, {}), (200, unready())], ids=["503", "500", "no version yet"]
+)
+def test_an_engine_that_recovers_is_survived(serve: Callable[..., Server], answer: Answer) -> None:
+    assert ask(EngineClient([serve(answer, answer).address], "k", 5)).versions == [-2, 3, 3]
+
+
+def test_a_dead_engine_is_left_for_another_at_once(serve: Callable[..., Server]) -> None:
+    client = EngineClient([closed_address(), serve().address], "k", 5)
+    started = time.monotonic()
+    for index in range(10):
+        ask(client, f"t{index}")
+    assert time.monotonic() - started < 1
+
+
+def test_the_deadline_names_the_engine() -> None:
+    address = closed_address()
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=address):
+        ask(EngineClient([address], "k", 0.5))
+    assert time.monotonic() - started < 1
+
+
+def test_a_silent_engine_costs_no_more_than_the_deadline(serve: Callable[..., Server]) -> None:
+    server = serve(delay_s=3)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=server.address):
+        ask(EngineClient([server.address], "k", 0.5))
+    assert time.monotonic() - started < 1
+
+
+def test_a_refused_request_is_an_error_at_once(serve: Callable[..., Server]) -> None:
+    server = serve((400, {"error": "too long"}))
+    with pytest.raises(ValueError, match="too long"):
+        ask(EngineClient([server.address], "k", 5))
+    assert len(server.requests) == 1
+
+
+def put_engine(store: Store, index: int, **fields: Any) -> None:
+    registration = Registration(f"engine-{index}", "engine", "gpu-bandwidth", **fields)
+    store.write_json(layout.service(registration.name), asdict(registration))
+
+
+def test_the_served_version_is_the_lowest_of_ready_engines_with_a_fresh_heartbeat(tmp_path: Path) -> None:
+    store, now = Store(str(tmp_path)), time.time()
+    assert served_version(store, 4) is None
+    put_engine(store, 0, status="ready", version=5, heartbeat_at=now)
+    put_engine(store, 1, status="ready", version=4, heartbeat_at=now)
+    put_engine(store, 2, status="ready", version=2, heartbeat_at=now - 3600)
+    put_engine(store, 3, status="failed", version=3, heartbeat_at=now)
+    assert served_version(store, 4) == 4
+    assert served_version(store, 1) == 5
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key", "passes"),
+    [
+        ("GET", "/health", None, True),
+        ("POST", "/health", None, False),
+        ("POST", "/pause", None, False),
+        ("POST", "/pause", "Bearer wrong", False),
+        ("POST", "/pause", "Bearer right", True),
+        ("OPTIONS", "/pause", None, False),
+    ],
+)
+def test_every_route_but_health_wants_the_key(
+    monkeypatch: pytest.MonkeyPatch, method: str, path: str, key: str | None, passes: bool
+) -> None:
+    monkeypatch.setenv(API_KEY, "right")
+    reached, sent = [], []
+
+    async def app(*_: Any) -> None:
+        reached.append(True)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", key.encode())] if key else []
+    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    asyncio.run(RequireKey(app)(scope, None, send))
+    assert bool(reached) is passes
+    assert passes or sent[0]["status"] == 401
+
+
+def test_a_taken_port_is_an_error_that_names_the_setting() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"inference.port: port {port}"):
+            choose_port(parse_config({"inference": {"port": port}}), 0)
