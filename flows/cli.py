@@ -31,6 +31,7 @@ class _Commands(click.Group):
     """A group that turns the project's errors into one message on stderr and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
         try:
             return super().invoke(ctx)
         except UserError as error:
@@ -39,6 +40,8 @@ class _Commands(click.Group):
             _leave(f"the run failed: {error}", 1)
         except DeadlineExceeded as error:
             _leave(f"gave up: {error}", 1)
+        except KeyboardInterrupt:
+            _leave("", 128 + signal.SIGINT)
 
 
 def _leave(message: str, code: int) -> NoReturn:

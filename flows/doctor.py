@@ -196,7 +196,8 @@ def _compiler() -> Finding:
 
 def _packages(role: str) -> Finding:
     names, fix = ROLES[role]
-    found, missing = [], []
+    found: list[str] = []
+    missing: list[str] = []
     for name in names:
         version = next((v for option in name.split("|") if (v := _version(option))), None)
         (found if version else missing).append(

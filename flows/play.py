@@ -5,10 +5,12 @@ It uses the engine of a run that is going on here, or starts one of its own and 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import sys
 import time
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.status import Status
@@ -44,9 +46,7 @@ def play(
     Raises RunFailed if no engine serves the version, or an episode fails.
     """
     console = console or Console(highlight=False)
-    supervisor = Supervisor(work_folder(store))
-    try:
-        engine = _engine(store, config, version, supervisor, console)
+    with _engine(store, config, version, console) as engine:
         client = EngineClient([str(engine.address)], api_key(store), config.inference.request_deadline_s)
         chat = ChatRenderer.from_store(store)
         for number in range(episodes):
@@ -54,9 +54,6 @@ def play(
             _play_one(
                 config, task, chosen, 0.0 if greedy else config.evaluation.temperature, client, chat, console
             )
-    finally:
-        with console.status("ending the engine"):
-            supervisor.stop()
 
 
 def chosen_task(config: RunConfig, name: str | None) -> TaskConfig:
@@ -133,10 +130,9 @@ def outcome(result: Trajectory | EpisodeFailure) -> Text:
     )
 
 
-def _engine(
-    store: Store, config: RunConfig, version: int, supervisor: Supervisor, console: Console
-) -> Registration:
-    """An engine that serves `version`: the running run's, or a new one."""
+@contextlib.contextmanager
+def _engine(store: Store, config: RunConfig, version: int, console: Console) -> Iterator[Registration]:
+    """An engine that serves `version`: that of a run going on, or a new one that ends with the block."""
     if running_process(store) is not None:
         engine = registered(store, ENGINE)
         if engine is None or engine.status != "ready" or engine.version != version:
@@ -146,7 +142,8 @@ def _engine(
                 f"the run is going on, and its engine serves {serves}",
                 "play that, or wait for the run's end",
             )
-        return engine
+        yield engine
+        return
     argv = [
         sys.executable,
         "-m",
@@ -160,10 +157,15 @@ def _engine(
     ]
     if store.endpoint_url:
         argv += ["--endpoint-url", store.endpoint_url]
-    started_at = time.time()
-    service = supervisor.add(ENGINE, argv, {API_KEY: api_key(store)}, restarts=0)
-    with console.status(f"starting an engine with version {version}") as status:
-        return _wait(store, config, version, supervisor, str(service.log), started_at, status)
+    supervisor, started_at = Supervisor(work_folder(store)), time.time()
+    try:
+        service = supervisor.add(ENGINE, argv, {API_KEY: api_key(store)}, restarts=0)
+        with console.status(f"starting an engine with version {version}") as status:
+            engine = _wait(store, config, version, supervisor, str(service.log), started_at, status)
+        yield engine
+    finally:
+        with console.status("ending the engine"):
+            supervisor.stop()
 
 
 def _wait(

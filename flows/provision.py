@@ -103,17 +103,22 @@ async def watch_services(context: RunContext) -> None:
             await context.notify()
         while context.problems:
             logger.warning(context.problems.pop(0))
-        await asyncio.to_thread(_show_services, context)
+        await asyncio.to_thread(_look_at_services, context)
         raise_if_given_up(context)
         await asyncio.sleep(max(context.store.poll_s, 0.1))
 
 
-def _show_services(context: RunContext) -> None:
+def _look_at_services(context: RunContext) -> None:
+    """Show the services' state. Raises RunFailed if an engine refuses the version it should serve."""
     shown = {}
-    for name in context.supervisor.services:
-        if (found := registered(context.store, name)) is not None:
-            version = "" if found.version is None else f", version {found.version}"
-            shown[name] = f"{found.status}{version}" + (f": {found.detail}" if found.detail else "")
+    for name in list(context.supervisor.services):
+        found = registered(context.store, name)
+        if found is None:
+            continue
+        if found.kind == "engine" and found.status == "failed":
+            raise RunFailed(f"{name}: {found.detail}", look_at=found.log)
+        version = "" if found.version is None else f", version {found.version}"
+        shown[name] = f"{found.status}{version}" + (f": {found.detail}" if found.detail else "")
     context.progress.services = shown
 
 

@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 
 from tasks.errors import DeadlineExceeded
-from tasks.services import Supervisor, free_port
+from tasks.services import Supervisor, end_with_parent, free_port
 
 START_DEADLINE_S = 120.0
 
@@ -50,10 +50,10 @@ def start_server(supervisor: Supervisor) -> str:
     Raises DeadlineExceeded if it does not answer in time.
     """
     port = free_port()
-    argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    argv = [sys.executable, "-m", "flows.server", str(port)]
     url = f"http://127.0.0.1:{port}/api"
     service = supervisor.add(
-        "prefect-server", argv, {**_QUIET, "PREFECT_UI_API_URL": url, "PREFECT_API_URL": url}
+        "prefect-server", argv, {**_QUIET, "PREFECT_API_URL": url}
     )
     _wait_until_healthy(url, str(service.log))
     os.environ["PREFECT_API_URL"] = url
@@ -70,3 +70,15 @@ def _wait_until_healthy(url: str, log: str) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
     raise DeadlineExceeded("the Prefect server's /health", START_DEADLINE_S, log)
+
+
+def serve(port: int) -> None:
+    """Run the server in this process: what `prefect server start` runs, ended with its parent."""
+    end_with_parent()
+    import uvicorn
+
+    uvicorn.run("prefect.server.api.server:create_app", factory=True, host="127.0.0.1", port=port, log_level="error")
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

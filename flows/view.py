@@ -338,15 +338,20 @@ def show_summary(
 ) -> None:
     """Print how a run ended well: before and after, where things are, and what to do next."""
     console = console or Console()
+    from tasks.tracking.run_record import read_run
+
+    # A resumed run evaluated its first versions in an earlier process: the store knows them all.
+    evaluations = read_run(store)["evaluations"] if kind == "train" else progress.evaluations
     console.print(Text.assemble(("done  ", "bold green"), (progress.run, "bold")))
-    if progress.evaluations:
-        console.print(_before_and_after(progress))
+    if evaluations:
+        console.print(_before_and_after(evaluations))
     console.print()
-    console.print(_pairs(_places(kind, progress, store, result or {})))
+    version = evaluations[-1]["version"] if evaluations else progress.version
+    console.print(_pairs(_places(kind, progress, store, version, result or {})))
 
 
-def _before_and_after(progress: Progress) -> Table:
-    first, last = progress.evaluations[0], progress.evaluations[-1]
+def _before_and_after(evaluations: list[dict[str, Any]]) -> Table:
+    first, last = evaluations[0], evaluations[-1]
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("held-out success", style="bold")
     table.add_column(f"version {first['version']}", justify="right")
@@ -365,9 +370,10 @@ def _before_and_after(progress: Progress) -> Table:
     return table
 
 
-def _places(kind: str, progress: Progress, store: Store, result: dict[str, Any]) -> list[tuple[str, str]]:
+def _places(
+    kind: str, progress: Progress, store: Store, version: int | None, result: dict[str, Any]
+) -> list[tuple[str, str]]:
     name = run_argument(store)
-    version = progress.evaluations[-1]["version"] if progress.evaluations else progress.version
     pairs = [("run", store.uri)]
     if version is not None:
         pairs.append(("model", f"{store.uri}/weights/{version}"))

@@ -196,6 +196,11 @@ class RunConfig(Section):
                 "policy.heads|must divide policy.hidden_size, and policy.kv_heads must divide it|"
                 "for example hidden_size = 128, heads = 4, kv_heads = 2"
             )
+        if self.policy.model == "tiny" and (self.policy.hidden_size // self.policy.heads) % 32:
+            raise ValueError(
+                f"policy.hidden_size|divided by heads is {self.policy.hidden_size // self.policy.heads}, a head size"
+                " that the engine's attention cannot run|choose hidden_size as heads times 32, 64 or 128"
+            )
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError("tasks|names a task twice|give each task one [[tasks]] table and set its weight")

@@ -25,6 +25,7 @@ import psutil
 from tasks.store import Store, layout
 
 HEARTBEAT_S = 2.0
+GAVE_UP = 3  # exit code of a service that has tried again itself, as often as it may: it is not restarted
 PARENT = "ROLLART_PARENT"  # "<pid>:<create time>" of the process whose end ends this one
 Status = Literal["starting", "ready", "failed", "stopped"]
 
@@ -191,7 +192,7 @@ class Supervisor:
         if code is None:
             return
         service.process = None
-        service.deaths += 1
+        service.deaths = service.restarts + 1 if code == GAVE_UP else service.deaths + 1
         service.next_start = time.monotonic() + min(0.5 * 2**service.deaths, 30.0)
         if self.on_death is not None:
             self.on_death(service.name, code, tail(service.log), service.deaths > service.restarts)

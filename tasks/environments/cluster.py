@@ -22,6 +22,7 @@ from typing import Any, Literal
 import dask
 import psutil
 from distributed import Client, LocalCluster, Security
+from distributed.core import Status
 
 from hardware.pools import pool_for
 from tasks.config import RunConfig, parse_config
@@ -32,6 +33,7 @@ NAME: Literal["environments"] = "environments"
 SLOT = "env"  # the Dask resource; a worker has as many as it holds environments at once
 MAX_WORKER_DEATHS = 3  # under one episode, after which it counts as failed
 CLOSE_S = 4.0
+WATCH_S = 1.0
 
 _DASK_SETTINGS = {
     "distributed.scheduler.allowed-failures": MAX_WORKER_DEATHS,
@@ -108,9 +110,27 @@ def _serve(config: RunConfig, folder: Path, registrar: Registrar, stop: threadin
             detail=f"{environments.workers} workers with {environments.slots} environments each",
             facts={"workers": environments.workers, "slots": environments.slots, "security": str(path)},
         )
-        stop.wait()
+        while not stop.wait(WATCH_S):
+            try:
+                cluster.sync(_replace_lost, cluster)
+            except Exception as error:  # the next look tries again
+                print(f"a worker could not be started: {error}", file=sys.stderr, flush=True)
         path.unlink(missing_ok=True)
         _close(cluster)
+
+
+async def _replace_lost(cluster: LocalCluster) -> None:
+    """Start workers again that their nannies gave up: they do when a worker dies while it starts, which an
+    episode that kills its process brings about, as Dask sends it again at once.
+    """
+    for name, nanny in list(cluster.workers.items()):
+        if nanny.status in (Status.closed, Status.failed):
+            del cluster.workers[name]
+        elif nanny.status == Status.running and not nanny.is_alive():
+            print(f"worker {name} is gone; starting it again", file=sys.stderr, flush=True)
+            await nanny.instantiate()
+    if len(cluster.workers) < len(cluster.worker_spec):
+        await cluster._correct_state()
 
 
 def _close(cluster: LocalCluster) -> None:

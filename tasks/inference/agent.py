@@ -27,7 +27,7 @@ from tasks.config import RunConfig, parse_config
 from tasks.errors import DeadlineExceeded, UserError
 from tasks.inference.engine import Engine, EngineDied, choose_port, parity
 from tasks.inference.server import API_KEY
-from tasks.services import Registrar, Registration, end_with_parent, work_folder
+from tasks.services import GAVE_UP, Registrar, Registration, end_with_parent, work_folder
 from tasks.store import CorruptObject, Store, layout
 
 LOADS_KEPT = 50
@@ -200,10 +200,9 @@ class Agent:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _give_up(self, reason: str) -> NoReturn:
-        """Say why and stay until the controller ends this process: a restart of the agent would not help."""
+        """Say why, and end for good: a restart of the agent would not help."""
         self.say(reason, status="failed")
-        while True:
-            time.sleep(60)
+        raise SystemExit(GAVE_UP)
 
 
 def main() -> None:
@@ -223,8 +222,11 @@ def main() -> None:
     agent = Agent(Store(options.store, options.endpoint_url), options.name, api_key)
     try:
         agent.run()
-    except SystemExit:
-        agent.registrar.close("stopped")
+    except SystemExit as end:
+        gave_up = end.code == GAVE_UP
+        agent.registrar.close(
+            "failed" if gave_up else "stopped", agent.registrar.registration.detail if gave_up else ""
+        )
         raise
     except Exception as error:
         agent.registrar.close("failed", str(error))

@@ -82,7 +82,10 @@ class Engine:
         """Raises EngineDied if the process has ended."""
         code = None if self._process is None else self._process.poll()
         if code is not None:
-            raise EngineDied(f"the vLLM server ended with exit code {code}\n{tail(self.log)}")
+            reason = next((line for line in reversed(tail(self.log, 60).splitlines()) if "rror:" in line), "")
+            raise EngineDied(
+                f"the vLLM server ended with exit code {code}; {reason.strip()[:400]} (see {self.log})"
+            )
 
     def wait_until_healthy(self, deadline_s: float) -> None:
         """Wait for the first healthy answer. Raises EngineDied or DeadlineExceeded."""

@@ -9,13 +9,14 @@ deaths under one episode that episode counts as failed.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import importlib
 import os
 import secrets
 import threading
 import time
 import tomllib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,17 +81,26 @@ class _Engines:
             if self._client is None or time.monotonic() - self._looked_at > ADDRESSES_VALID_S:
                 addresses = self._registered()
                 if addresses and addresses != self._addresses:  # the old client closes with its last request
-                    key, deadline_s = os.environ.get("ROLLART_API_KEY", ""), self._config.inference.request_deadline_s
+                    key, deadline_s = (
+                        os.environ.get("ROLLART_API_KEY", ""),
+                        self._config.inference.request_deadline_s,
+                    )
                     self._client, self._addresses = EngineClient(addresses, key, deadline_s), addresses
                 self._looked_at = time.monotonic()
             if self._client is None:
-                raise ConnectionError(f"no engine is registered; look at {self._store.uri}/services/engine-0.json")
+                raise ConnectionError(
+                    f"no engine is registered; look at {self._store.uri}/services/engine-0.json"
+                )
             return self._client
 
     def _registered(self) -> list[str]:
         names = [f"engine-{index}" for index in range(self._config.inference.engines)]
         found = [registered(self._store, name) for name in names]
         return [engine.address for engine in found if engine and engine.address and engine.status == "ready"]
+
+
+def _read_config(store: Store) -> RunConfig:
+    return parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
 
 
 # On the worker
@@ -113,7 +123,7 @@ def _setup(job: EpisodeJob) -> _Setup:
     with _setup_lock:
         if key not in _setups:
             store = Store(job.store_uri, job.endpoint_url)
-            config = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
+            config = _read_config(store)
             module, _, function = job.engine.partition(":")
             generate = getattr(importlib.import_module(module), function)(store, config)
             _setups[key] = _Setup(config, ChatRenderer.from_store(store), generate)
@@ -171,49 +181,69 @@ class EpisodePool:
         self._specs: dict[Any, EpisodeSpec] = {}  # by key of the future
         self._finished: asyncio.Queue[Future] = asyncio.Queue()
         self._results: deque[Result] = deque()
+        environments = _read_config(Store(job.store_uri, job.endpoint_url)).environments
+        self._slots = environments.workers * environments.slots
+        self._waiting: dict[EpisodeSpec, int] = {}  # to their priority
+        self._order: list[tuple[int, int, EpisodeSpec]] = []  # heap of (-priority, number, spec)
         self._name, self._submitted = secrets.token_hex(4), 0  # a future's key is never used twice
 
     @property
     def in_flight(self) -> int:
         """Episodes submitted whose results have not been handed out."""
-        return len(self._futures) + len(self._results)
+        return len(self._waiting) + len(self._futures) + len(self._results)
 
     @property
     def in_flight_specs(self) -> list[EpisodeSpec]:
         """The episodes that have not finished."""
-        return list(self._futures)
+        return [*self._futures, *self._waiting]
 
     def submit(self, specs: Sequence[EpisodeSpec], priority: int | None = None) -> None:
         """Send episodes; returns at once. Higher `priority` first; by default older waves first."""
-        fresh = [spec for spec in specs if spec not in self._futures]
-        if not fresh:
-            return
-        numbers = range(self._submitted, self._submitted + len(fresh))
-        self._submitted += len(fresh)
-        futures = self._client.map(
-            run_on_worker,
-            fresh,
-            job=self._job,
-            key=[f"episode-{self._name}-{number}" for number in numbers],
-            pure=False,
-            resources={SLOT: 1},
-            priority=-min(spec.wave for spec in fresh) if priority is None else priority,
-        )
-        for spec, future in zip(fresh, futures, strict=True):
-            self._futures[spec] = future
-            self._specs[future.key] = spec
-            future.add_done_callback(self._done)
+        for spec in specs:
+            if spec not in self._futures and spec not in self._waiting:
+                self._waiting[spec] = -spec.wave if priority is None else priority
+                heapq.heappush(self._order, (-self._waiting[spec], self._submitted, spec))
+                self._submitted += 1
+        self._fill()
 
     async def cancel(self, specs: Iterable[EpisodeSpec]) -> None:
         """Drop episodes: those waiting never start, those running stop at their next turn. No result comes."""
         futures = []
         for spec in specs:
+            self._waiting.pop(spec, None)
             future = self._futures.pop(spec, None)
             if future is not None:
                 del self._specs[future.key]
                 futures.append(future)
         if futures:
             await self._client.cancel(futures)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Hand Dask as many episodes as there are slots, not more: it blames the death of a worker on all
+        that it has assigned to it, also on those that wait.
+        """
+        chosen: dict[int, list[tuple[int, EpisodeSpec]]] = defaultdict(list)
+        room = self._slots - len(self._futures)
+        while room > 0 and self._order:
+            _, number, spec = heapq.heappop(self._order)
+            if spec in self._waiting:  # else cancelled
+                chosen[self._waiting.pop(spec)].append((number, spec))
+                room -= 1
+        for priority, episodes in chosen.items():
+            futures = self._client.map(
+                run_on_worker,
+                [spec for _, spec in episodes],
+                job=self._job,
+                key=[f"episode-{self._name}-{number}" for number, _ in episodes],
+                pure=False,
+                resources={SLOT: 1},
+                priority=priority,
+            )
+            for (_, spec), future in zip(episodes, futures, strict=True):
+                self._futures[spec] = future
+                self._specs[future.key] = spec
+                future.add_done_callback(self._done)
 
     async def next(self) -> Result:
         """The next finished episode; waits, also while nothing is in flight."""
@@ -224,7 +254,7 @@ class EpisodePool:
     async def close(self) -> None:
         """Drop everything in flight."""
         self._results.clear()
-        await self.cancel(list(self._futures))
+        await self.cancel(self.in_flight_specs)
 
     async def __aiter__(self) -> AsyncIterator[Result]:
         """Finished episodes, until none is in flight."""

@@ -42,7 +42,9 @@ def check_writable(store: Store) -> None:
     thread.join(DEADLINE_S - 0.5)
     if not outcome:
         raise UserError(
-            _endpoint_setting(store), f"{_endpoint(store)} does not answer", "check that it is an S3 server, and up"
+            _endpoint_setting(store),
+            f"{_endpoint(store)} does not answer",
+            "check that it is an S3 server, and up",
         )
     if outcome[0] is not None:
         raise _explain(store, outcome[0]) from None
@@ -58,14 +60,18 @@ def _check_folder(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise UserError(
-            "store.root", f"{folder} cannot be written ({error.strerror})", "name a folder that you may write to"
+            "store.root",
+            f"{folder} cannot be written ({error.strerror})",
+            "name a folder that you may write to",
         ) from None
 
 
 def _check_reachable(store: Store) -> None:
     parts = urlsplit(_endpoint(store))
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(_endpoint_setting(store), f"{_endpoint(store)!r} is not a URL", "for example http://host:8333")
+        raise UserError(
+            _endpoint_setting(store), f"{_endpoint(store)!r} is not a URL", "for example http://host:8333"
+        )
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection((parts.hostname, port), timeout=_CONNECT_S).close()
@@ -95,19 +101,34 @@ def _explain(store: Store, error: BaseException) -> UserError:
             "AWS_ACCESS_KEY_ID", f"there are no credentials for {_endpoint(store)}",
             "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws",
         )  # fmt: skip
-    codes = {cause.response.get("Error", {}).get("Code", "") for cause in causes if isinstance(cause, boto.ClientError)}
-    if codes & {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthorizationHeaderMalformed", "ExpiredToken"}:
+    codes = {
+        cause.response.get("Error", {}).get("Code", "")
+        for cause in causes
+        if isinstance(cause, boto.ClientError)
+    }
+    if codes & {
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+        "AuthorizationHeaderMalformed",
+        "ExpiredToken",
+    }:
         return UserError(
             "AWS_ACCESS_KEY_ID", f"{_endpoint(store)} refuses the credentials ({', '.join(codes)})",
             "correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         )  # fmt: skip
     if "NoSuchBucket" in codes or isinstance(error, FileNotFoundError):
-        return UserError("store.root", f"there is no bucket {bucket!r} at {_endpoint(store)}", "create it, or name another")
+        return UserError(
+            "store.root", f"there is no bucket {bucket!r} at {_endpoint(store)}", "create it, or name another"
+        )
     if "AccessDenied" in codes or isinstance(error, PermissionError):
         return UserError(
-            "store.root", f"the credentials may not write to {store.uri}", "grant them s3:PutObject, or name another bucket"
+            "store.root",
+            f"the credentials may not write to {store.uri}",
+            "grant them s3:PutObject, or name another bucket",
         )
-    return UserError("store.root", f"{store.uri} cannot be written ({type(error).__name__})", "look at the S3 server's log")
+    return UserError(
+        "store.root", f"{store.uri} cannot be written ({type(error).__name__})", "look at the S3 server's log"
+    )
 
 
 def _causes(error: BaseException | None) -> Any:
@@ -122,4 +143,8 @@ def _endpoint(store: Store) -> str:
 
 
 def _endpoint_setting(store: Store) -> str:
-    return "store.endpoint_url" if store.endpoint_url or not os.environ.get("AWS_ENDPOINT_URL") else "AWS_ENDPOINT_URL"
+    return (
+        "store.endpoint_url"
+        if store.endpoint_url or not os.environ.get("AWS_ENDPOINT_URL")
+        else "AWS_ENDPOINT_URL"
+    )

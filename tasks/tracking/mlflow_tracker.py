@@ -38,6 +38,7 @@ _MLFLOW_ENV = {
 }
 _REGISTRATION_ENV = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "600", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
 REGISTRATION_DEADLINE_S = 900.0
+REGISTRATIONS_TRIED = 2
 _PARAMS_AT_ONCE, _METRICS_AT_ONCE, _LONGEST_PARAM = 100, 1000, 6000
 
 
@@ -52,6 +53,7 @@ class Tracker:
         self.files = Spool(self.folder, "files", self._send_files)
         self._run = _Run(self.uri, config.tracking.experiment, run_name, store.uri)
         self._started = False
+        self._failed_registrations = 0
 
     # what the run calls
 
@@ -176,7 +178,7 @@ class Tracker:
         ]
         env = {**os.environ, **_REGISTRATION_ENV, PARENT: this_process()}
         if self.store.endpoint_url:
-            env["AWS_ENDPOINT_URL"] = self.store.endpoint_url
+            command += ["--endpoint-url", self.store.endpoint_url]
         with (self.folder / "register.log").open("w+b") as log:
             process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             until = time.monotonic() + REGISTRATION_DEADLINE_S
@@ -185,12 +187,13 @@ class Tracker:
             if process.poll() is None:
                 process.kill()
             code = process.wait()
-        if code != 0 and not self.files.stopped.is_set():
-            raise RuntimeError(
-                f"registering version {version} ended with code {code}; see {self.folder}/register.log"
-            )
-        if code != 0:
-            raise RuntimeError("registering was cut short by the end of the run")
+        if code == 0:
+            return
+        self._failed_registrations += 1
+        said = f"registering version {version} as {name!r} failed; see {self.folder}/register.log"
+        if self.files.stopped.is_set() or self._failed_registrations < REGISTRATIONS_TRIED:
+            raise RuntimeError(said)  # again later
+        print(said, file=sys.stderr, flush=True)  # MLflow has answered, so another try would end the same way
 
 
 class _Run:

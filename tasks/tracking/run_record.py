@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from tasks.errors import UserError
 from tasks.store import Store, layout
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 FACTS, STATUS = "facts.json", "status.json"
 ALIVE_S = 30.0  # a run without a heartbeat for this long has been interrupted
@@ -52,7 +53,9 @@ def list_runs(store: Store) -> list[dict[str, Any]]:
     """A short record of each run below `store`, the newest first: `read_run` without config and iterations."""
     names = [name for name in store.names("") if not name.endswith(".json")]
     found = _together(lambda name: _summary_or_none(store.below(name)), names)
-    return sorted((_finite(run) for run in found if run), key=lambda run: run["started_at"] or 0, reverse=True)
+    return sorted(
+        (_finite(run) for run in found if run), key=lambda run: run["started_at"] or 0, reverse=True
+    )
 
 
 def state_of(store: Store, iterations: int) -> tuple[str, str]:
@@ -70,7 +73,9 @@ def state_of(store: Store, iterations: int) -> tuple[str, str]:
     signs = [status.get("at", 0.0), *(service["heartbeat_at"] for service in _services(store))]
     if time.time() - max(signs) <= ALIVE_S:
         return "running", reason
-    return "interrupted", "no sign of life" if max(signs) == 0 else f"no sign of life since {_clock(max(signs))}"
+    return "interrupted", "no sign of life" if max(
+        signs
+    ) == 0 else f"no sign of life since {_clock(max(signs))}"
 
 
 def _summary(store: Store) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,11 +83,15 @@ def _summary(store: Store) -> tuple[dict[str, Any], dict[str, Any]]:
         config = tomllib.loads(store.read(layout.CONFIG).decode())
     except FileNotFoundError:
         name = store.uri.rsplit("/", 1)[-1]
-        raise UserError("RUN", f"there is no run {name!r} at {store.uri}", "see `rollart runs list`") from None
+        raise UserError(
+            "RUN", f"there is no run {name!r} at {store.uri}", "see `rollart runs list`"
+        ) from None
     wanted = int(config.get("iterations", 0))
     state, reason = state_of(store, wanted)
     evaluations = [data for _, data in _numbered(store, "evaluations", layout.evaluation)]
-    rl = [evaluation for evaluation in evaluations if evaluation["version"] >= 0]  # below 0: of the warm start
+    rl = [
+        evaluation for evaluation in evaluations if evaluation["version"] >= 0
+    ]  # below 0: of the warm start
     before, after = (rl[0]["tasks"], rl[-1]["tasks"]) if rl else ({}, {})
     facts, status = _json(store, FACTS) or {}, _json(store, STATUS) or {}
     started, said_at = facts.get("started_at"), status.get("at")

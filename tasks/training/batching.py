@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-PASS_OVERHEAD = 1 / 32  # of the budget: what one more forward pass costs, counted in tokens
+PASS_OVERHEAD = 1 / 128  # of the budget: what one more forward pass costs, counted in tokens
 
 
 def plan(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:

@@ -6,7 +6,6 @@ optimiser state as each rank's own shard; both are safetensors, never pickle.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +71,7 @@ class ShardedPolicy:
         self.policy = Policy(model).train()
         # bf16 needs fp32 masters and fp32 gradient accumulation, which DeepSpeed does alike from ZeRO stage 2 on.
         self.stage = max(config.zero_stage, 2) if config.precision == "bf16" else config.zero_stage
+        self.max_grad_norm = config.max_grad_norm
         optimiser = torch.optim.AdamW(
             self.policy.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
@@ -100,9 +100,13 @@ class ShardedPolicy:
         """One optimiser step after clipping; returns the norm of the gradient before clipping."""
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate
-        self.engine.step()
-        norm = self.engine.get_global_grad_norm()
-        return float(norm) if norm is not None else math.nan
+        if self.stage == 0:  # DeepSpeed clips here too, but does not say what the norm was
+            norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+            self.engine.step()
+        else:
+            self.engine.step()
+            norm = self.engine.get_global_grad_norm()
+        return float(norm)
 
     def reset_optimiser(self) -> None:
         """Forget Adam's moments and step count."""
@@ -182,7 +186,7 @@ class ShardedPolicy:
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            "gradient_clipping": config.max_grad_norm,
+            "gradient_clipping": config.max_grad_norm if self.stage else 0.0,
             "zero_optimization": {"stage": self.stage, "overlap_comm": False},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": config.precision == "bf16"},

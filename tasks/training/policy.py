@@ -107,7 +107,7 @@ def word_tokenizer(words: list[str]) -> str:
             decoders.Replace(Regex(r"$"), " "),
             decoders.Fuse(),
             decoders.Replace(Regex(r"(?<=\d) (?=\d)"), ""),
-            decoders.Strip(" ", 0, 1),
+            decoders.Replace(Regex(r" $"), ""),  # not Strip, which panics on an empty text
         ]
     )
     tokenizer.add_special_tokens(SPECIAL_TOKENS)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tasks.training.advantages import ADVANTAGES, has_variance
-from tasks.trajectory import Trajectory
+from tasks.trajectory import NOT_GENERATED, Trajectory
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,8 @@ def collate(samples: Sequence[Sample], weights: Sequence[float], device: torch.d
     position without weight, so that a rank without work still takes part in collectives.
     """
     if not samples:
-        none = Sample(
-            *(np.zeros(1, np.int64) for _ in range(3)), np.zeros(1, np.float32), np.full(1, -(2**31))
-        )
+        zero = np.zeros(1, np.int64)
+        none = Sample(zero, zero, zero, behaviour=np.zeros(1, np.float32), versions=np.full(1, NOT_GENERATED))
         return collate([none], [0.0], device)
     length = max(len(s.tokens) for s in samples)
     tokens = np.zeros((len(samples), length), dtype=np.int64)
@@ -109,6 +108,6 @@ def collate(samples: Sequence[Sample], weights: Sequence[float], device: torch.d
         targets=joined([s.targets for s in samples]),
         behaviour=joined([s.behaviour for s in samples]),
         versions=joined([s.versions for s in samples]),
-        advantages=joined([np.repeat(np.float32([s.advantage for s in samples]), counts)]),
-        weights=joined([np.repeat(np.float32(weights), counts)]),
+        advantages=joined([np.repeat(np.array([s.advantage for s in samples], np.float32), counts)]),
+        weights=joined([np.repeat(np.array(weights, np.float32), counts)]),
     )

@@ -30,6 +30,8 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
     return {
         PARENT: this_process(),
         "OMP_NUM_THREADS": str(threads),
+        # Threads that spin at barriers cost four times the CPU time where engines and environments share the cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # repeatable matrix products on CUDA
         "TOKENIZERS_PARALLELISM": "false",
         **({} if has_gpu or "DS_ACCELERATOR" in os.environ else {"DS_ACCELERATOR": "cpu"}),

@@ -40,6 +40,7 @@ class Worker:
         self.store, self.config, self.registrar, self.stop = store, config, registrar, stop
         self.version = first_version(config)
         self.checkpointed: int | None = None
+        self.said_at = 0.0
 
     def start(self, folder: Path) -> None:
         """Build the policy and restore the newest state of the run. `folder` is this rank's own."""
@@ -157,7 +158,10 @@ class Worker:
     def _progress(self, what: str) -> None:
         if self.stop.is_set():
             raise Stopped
-        self._say(detail=what)
+        if (
+            time.monotonic() - self.said_at > 1.0
+        ):  # a write to the store; short steps need not each pay for one
+            self._say(detail=what)
 
     # versions
 
@@ -243,6 +247,7 @@ class Worker:
         return f"waiting for batch {self.version}"
 
     def _say(self, **changes: Any) -> None:
+        self.said_at = time.monotonic()
         if self.registrar is not None:
             self.registrar.update(**changes)
 

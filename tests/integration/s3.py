@@ -43,7 +43,14 @@ class Faults:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def clear(self) -> None:
-        self.refuse, self.refuse_until, self.cut, self.delay_s, self.refused, self.was_cut = 0, 0.0, 0, 0.0, 0, 0
+        self.refuse, self.refuse_until, self.cut, self.delay_s, self.refused, self.was_cut = (
+            0,
+            0.0,
+            0,
+            0.0,
+            0,
+            0,
+        )
 
     def take_refusal(self) -> bool:
         with self.lock:
@@ -91,7 +98,11 @@ def s3_server() -> Iterator[S3]:
     access, secret, port = secrets.token_hex(10), secrets.token_hex(20), free_port()
     grpc_ports = {part: free_port() for part in ("master", "volume", "filer", "s3")}
     (folder / "data").mkdir()
-    identity = {"name": "test", "credentials": [{"accessKey": access, "secretKey": secret}], "actions": ["Admin"]}
+    identity = {
+        "name": "test",
+        "credentials": [{"accessKey": access, "secretKey": secret}],
+        "actions": ["Admin"],
+    }
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
     with (folder / "weed.log").open("w") as log:
         server = subprocess.Popen(

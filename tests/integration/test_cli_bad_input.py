@@ -15,8 +15,6 @@ from tasks.store import Store
 from tasks.training.policy import tiny_policy, vocabulary
 from tests.integration.cli import Outcome, rollart
 
-NAMED = ("--name", "bad-1")
-
 
 def check_refused(outcome: Outcome, setting: str, fix: str) -> None:
     print(f"{outcome.seconds:.2f} s: {outcome.err.strip()}")
@@ -38,57 +36,35 @@ def files_in(folder: Path) -> list[Path]:
 
 SETTINGS = {
     "unknown key": ("trainer.learnig_rate=1e-4", "trainer.learnig_rate", "did you mean 'learning_rate'?"),
-    "unknown top-level key": ("iteratons=3", "iteratons", "did you mean 'iterations'?"),
-    "unknown section": ("trainr.learning_rate=1e-4", "trainr", "did you mean 'trainer'?"),
-    "unknown key of a task": ("tasks.0.wieght=2.0", "tasks.0.wieght", "did you mean 'weight'?"),
     "wrong type": ('trainer.learning_rate="fast"', "trainer.learning_rate", "a number"),
-    "wrong type, whole number": ("iterations=2.5", "iterations", "a whole number"),
-    "wrong type, table": ("trainer=3", "trainer", "a table"),
     "out of range": ("rollout.temperature=0.0", "rollout.temperature", "more than 0"),
-    "out of range, negative": ("iterations=0", "iterations", "1 or more"),
     "unknown task": ("tasks.0.name=frozenlak", "tasks.0.name", "frozenlake"),
-    "unknown option of a task": ("tasks.0.options.sise=5", "tasks.0.options.sise", "size"),
     "unknown advantage": ("loss.advantage=gpro", "loss.advantage", "did you mean 'grpo'?"),
-    "unknown correction": ("loss.correction=truncate", "loss.correction", "did you mean 'truncated'?"),
     "unknown schedule": ("trainer.schedule=cosin", "trainer.schedule", "did you mean 'cosine'?"),
     "group of one": ("rollout.group_size=1", "rollout.group_size", "2 or more"),
     "context shorter than the prompt": ("policy.context_limit=12", "policy.context_limit", "set it to"),
-    "micro-batch shorter than a trajectory": (
-        "trainer.tokens_per_micro_batch=64",
-        "trainer.tokens_per_micro_batch",
-        "256",
-    ),
-    "more minibatches than trajectories": ("trainer.minibatches=1000", "trainer.minibatches", "256 or less"),
-    "no such model": ("policy.model=tinny", "policy.model", "tiny"),
     "missing model folder": ("policy.model=./nowhere", "policy.model", "tiny"),
     "folder that is no model": ("policy.model=.", "policy.model", "Hugging Face"),
     "not enough disk": (
         "policy={hidden_size = 65536, layers = 2000, intermediate_size = 262144}",
-        "",
-        "space",
+        "ROLLART_HOME",
+        "free some space",
     ),
     "no scheduler there": (
         "environments.scheduler=tcp://127.0.0.1:9",
         "environments.scheduler",
         "local cluster",
     ),
-    "bad name": ("name=Not/Good", "name", "letters"),
-    "not key=value": ("iterations", "--set", "--set trainer.learning_rate=1e-4"),
 }
 
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_a_bad_setting_is_refused_before_anything_starts(case: str, tmp_path: Path) -> None:
     override, setting, fix = SETTINGS[case]
-    arguments = (
-        ["train", "smoke", "--set", override]
-        if case == "bad name"
-        else ["train", "smoke", "--set", override, *NAMED]
-    )
-    if "256" in fix:
-        arguments[1] = "frozenlake"
     before = files_in(tmp_path)
-    check_refused(rollart(*arguments, home=tmp_path), setting, fix)
+    check_refused(
+        rollart("train", "smoke", "--set", override, "--name", "bad-1", home=tmp_path), setting, fix
+    )
     assert files_in(tmp_path) == before
 
 
@@ -137,7 +113,9 @@ def test_a_model_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_store_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    check_refused(rollart("train", "smoke", "--set", "store.root=file/runs", home=tmp_path), "store.root", "")
+    check_refused(
+        rollart("train", "smoke", "--set", "store.root=file/runs", home=tmp_path), "store.root", "folder"
+    )
 
 
 def test_a_store_of_unknown_scheme_is_refused(tmp_path: Path) -> None:
@@ -149,7 +127,7 @@ def test_a_store_of_unknown_scheme_is_refused(tmp_path: Path) -> None:
 def test_s3_without_credentials_is_refused(tmp_path: Path) -> None:
     env = {"AWS_EC2_METADATA_DISABLED": "true"}
     outcome = rollart("train", "smoke", "--set", "store.root=s3://bucket/runs", home=tmp_path, env=env)
-    check_refused(outcome, "", "AWS_ACCESS_KEY_ID")
+    check_refused(outcome, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
 def test_an_s3_endpoint_where_nothing_listens_is_refused(tmp_path: Path) -> None:
@@ -159,7 +137,7 @@ def test_an_s3_endpoint_where_nothing_listens_is_refused(tmp_path: Path) -> None
         "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
     }
     outcome = rollart("train", "smoke", "--set", "store.root=s3://bucket/runs", home=tmp_path, env=env)
-    check_refused(outcome, "store", "")
+    check_refused(outcome, "AWS_ENDPOINT_URL", "address")
     assert "what-is-secret" not in outcome.err
 
 
@@ -215,37 +193,12 @@ def test_resuming_a_finished_run_is_refused(tmp_path: Path) -> None:
     check_refused(rollart("resume", "run-1", home=tmp_path), "RUN", "--set iterations=4")
 
 
-CHANGES = {
-    "rollout.group_size=8": "rollout.group_size",
-    "trainer.learning_rate=1e-5": "trainer.learning_rate",
-    "trainer.zero_stage=2": "trainer.zero_stage",
-    "loss.advantage=rloo": "loss.advantage",
-    "policy.hidden_size=256": "policy.hidden_size",
-    "seed=7": "seed",
-    "tasks.0.name=arithmetic": "tasks.0.name",
-    "tasks.0.options.size=5": "tasks.0.options",
-    "rollout.max_staleness=2": "rollout.max_staleness",
-    "evaluation.episodes=9": "evaluation.episodes",
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_resuming_with_a_change_that_makes_it_another_experiment_is_refused(
-    change: str, tmp_path: Path
-) -> None:
+def test_resuming_with_a_change_that_makes_it_another_experiment_is_refused(tmp_path: Path) -> None:
     store = stored_run(tmp_path)
     before = store.read("config.toml")
-    check_refused(
-        rollart("resume", "run-1", "--set", change, home=tmp_path), CHANGES[change], "rollart train"
-    )
+    outcome = rollart("resume", "run-1", "--set", "loss.advantage=rloo", home=tmp_path)
+    check_refused(outcome, "loss.advantage", "rollart train")
     assert store.read("config.toml") == before
-
-
-def test_resuming_to_fewer_iterations_than_are_done_is_refused(tmp_path: Path) -> None:
-    stored_run(tmp_path, finished=True)
-    check_refused(
-        rollart("resume", "run-1", "--set", "iterations=1", home=tmp_path), "iterations", "more than 2"
-    )
 
 
 def test_evaluating_a_version_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -253,10 +206,8 @@ def test_evaluating_a_version_that_is_not_there_is_refused(tmp_path: Path) -> No
     check_refused(rollart("evaluate", "run-1", "--version", "9", home=tmp_path), "--version", "0 to 1")
 
 
-def test_a_run_that_lost_its_disk_space_is_not_resumed_into_another_folder(tmp_path: Path) -> None:
-    """A copied store works from its new place: the run is found where --store says."""
+def test_a_moved_store_is_found_by_its_new_root(tmp_path: Path) -> None:
     stored_run(tmp_path)
     shutil.move(tmp_path / "runs", tmp_path / "moved")
-    check_refused(rollart("resume", "run-1", home=tmp_path), "RUN", "--store")
     outcome = rollart("resume", "run-1", "--store", "moved", "--set", "seed=7", home=tmp_path)
     check_refused(outcome, "seed", "rollart train")

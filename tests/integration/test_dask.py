@@ -70,14 +70,15 @@ def specs(count: int, task: str = "frozenlake", wave: int = 0) -> list[EpisodeSp
     return [EpisodeSpec(task, number, wave, number, 0) for number in range(count)]
 
 
-def run(store: Store, scenario, engine: str = "walker"):
+def run(store: Store, scenario, engine: str = "walker", workers: int = 2):
     """`await scenario(client, pool)` on the run's cluster."""
 
     async def main():
         client = await connect(store, asynchronous=True)
         pool = EpisodePool(client, EpisodeJob(store.uri, engine=f"tests.integration.scripted:{engine}"))
         try:
-            return await asyncio.wait_for(scenario(client, pool), 90)
+            await client.wait_for_workers(workers, timeout=60)
+            return await asyncio.wait_for(scenario(client, pool), 60)
         finally:
             await pool.close()
             await client.close()
@@ -104,7 +105,9 @@ def test_workers_import_neither_torch_nor_transformers(store):
     def heavy() -> list[str]:
         import sys
 
-        return [name for name in ("torch", "transformers", "vllm", "deepspeed", "prefect") if name in sys.modules]
+        return [
+            name for name in ("torch", "transformers", "vllm", "deepspeed", "prefect") if name in sys.modules
+        ]
 
     async def scenario(client, pool):
         pool.submit(specs(20))
@@ -207,7 +210,7 @@ def test_the_service_ends_within_10_s_and_leaves_no_process(tmp_path, monkeypatc
             pool.submit(specs(4, HANGING))  # hung calls must not hold it
             await asyncio.sleep(1)
 
-        run(store, scenario)
+        run(store, scenario, workers=1)
         family = descendants(process)
         assert family
         process.send_signal(number)

@@ -42,7 +42,7 @@ class Run:
             }
         )
         self.store.write(layout.CONFIG, config.to_toml().encode())
-        put_policy(self.store, tied=tied)
+        put_policy(self.store, tied=tied, context_limit=CONTEXT)
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, parent: str | None = None) -> psutil.Process:

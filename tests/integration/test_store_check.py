@@ -49,7 +49,9 @@ def test_an_endpoint_that_is_not_there_names_the_endpoint(kind: str, s3_env: S3)
         assert refused(Store(f"s3://{BUCKET}/run", url)).setting == "store.endpoint_url"
 
 
-def test_missing_credentials_name_the_variables(s3_env: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_credentials_name_the_variables(
+    s3_env: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))

@@ -62,9 +62,9 @@ def probe_of(model: Qwen3ForCausalLM) -> dict[str, Any]:
     return {"tokens": sequences, "logprobs": [logprobs_of(model, sequence) for sequence in sequences]}
 
 
-def put_policy(store: Store, *, tied: bool) -> None:
+def put_policy(store: Store, *, tied: bool, context_limit: int = 256) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        tiny_config(tied=tied).save_pretrained(folder)
+        tiny_config(tied=tied, context_limit=context_limit).save_pretrained(folder)
         (Path(folder) / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
         store.put("policy", folder_objects(Path(folder)))
 

@@ -62,10 +62,16 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size
 
 @pytest.mark.parametrize("name", RENDERERS)
 @settings(max_examples=60, deadline=None)
-@given(system=texts, turns=st.lists(st.tuples(texts, st.lists(st.integers(0, 20), max_size=8), st.booleans()), min_size=1, max_size=5))
+@given(
+    system=texts,
+    turns=st.lists(
+        st.tuples(texts, st.lists(st.integers(0, 20), max_size=8), st.booleans()), min_size=1, max_size=5
+    ),
+)
 def test_the_tokens_of_a_turn_are_a_prefix_of_the_next_turns(name, system, turns):
     chat = RENDERERS[name]
     tokens: list[int] = []
+    last_closed = True
     for number, (observation, generated, closed) in enumerate(turns):
         before = list(tokens)
         if number == 0:

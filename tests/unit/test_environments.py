@@ -63,7 +63,9 @@ def test_the_expert_without_noise_solves_every_instance(name):
         environment.reset(seed)
         over = False
         while not over:
-            _, reward, terminated, truncated, info = environment.step(environment.demonstrate(random.Random(0), 0.0))
+            _, reward, terminated, truncated, info = environment.step(
+                environment.demonstrate(random.Random(0), 0.0)
+            )
             over = terminated or truncated
         # A lake whose shortest way is longer than the turns cannot be crossed; every other can.
         assert info["success"] or (truncated and name == "frozenlake")
@@ -74,7 +76,10 @@ def test_the_expert_without_noise_solves_every_instance(name):
 def test_the_same_seed_gives_the_same_episode(name):
     def play():
         environment = make_environment(TaskConfig(name=name), PLAIN, 0)
-        return [environment.reset(7), [environment.step(w) for w in ("down", "right")][:environment.max_turns]]
+        return [
+            environment.reset(7),
+            [environment.step(w) for w in ("down", "right")][: environment.max_turns],
+        ]
 
     assert play() == play()
 
@@ -95,7 +100,9 @@ def test_held_out_maps_are_a_fair_share_of_all_maps():
     shares = []
     for split in ("train", "held_out"):
         environment.split = split
-        shares.append(statistics.mean("".join(environment.reset(s)[1]["map"]).count("H") for s in range(1500)))
+        shares.append(
+            statistics.mean("".join(environment.reset(s)[1]["map"]).count("H") for s in range(1500))
+        )
     assert shares[0] == pytest.approx(shares[1], abs=0.2)
     assert HELD_OUT_SHARE == 5
 

@@ -65,7 +65,13 @@ def run(generate, task=LAKE, environments=None, spec=SPEC, context_limit=256, **
 @given(seed=st.integers(0, 10**6), context_limit=st.integers(20, 200), limit=st.integers(1, 8))
 def test_tokens_are_only_appended_and_the_mask_is_exactly_what_was_generated(seed, context_limit, limit):
     engine = Script()
-    made = run(engine, TaskConfig(name="frozenlake", max_action_tokens=limit), None, EpisodeSpec("frozenlake", seed, 0, 0, 0), context_limit)
+    made = run(
+        engine,
+        TaskConfig(name="frozenlake", max_action_tokens=limit),
+        None,
+        EpisodeSpec("frozenlake", seed, 0, 0, 0),
+        context_limit,
+    )
     assert isinstance(made, Trajectory)
     tokens = made.tokens.tolist()
     assert len(tokens) <= context_limit
@@ -94,7 +100,7 @@ def test_an_episode_is_repeatable_from_its_spec():
 
 def test_reaching_the_goal_earns_the_reward():
     demonstration = next(d for d in demonstrations([LAKE], CHAT, 20, 0, 0.0, 256) if d.success)
-    words = [word for word in CHAT.decode(demonstration.tokens[demonstration.loss_mask]).split()]
+    words = CHAT.decode(demonstration.tokens[demonstration.loss_mask]).split()
     made = run(Script(words), spec=EpisodeSpec("frozenlake", demonstration.seed, 0, 0, 0))
     assert (made.env_reward, made.success, made.truncated, made.reward) == (1.0, True, False, None)
     # The loop and the demonstrations agree on every token and on the mask.
@@ -114,7 +120,11 @@ def test_the_context_limit_truncates_and_is_never_passed():
 
 
 def test_an_answer_cut_by_its_token_limit_is_taken_as_it_is_and_the_episode_is_truncated():
-    made = run(Script(["4 + 4"]), TaskConfig(name="arithmetic", max_action_tokens=2), spec=EpisodeSpec("arithmetic", 1, 0, 0, 0))
+    made = run(
+        Script(["4 + 4"]),
+        TaskConfig(name="arithmetic", max_action_tokens=2),
+        spec=EpisodeSpec("arithmetic", 1, 0, 0, 0),
+    )
     assert made.truncated and made.generated_tokens == 2 and made.env_reward == 0.0
 
 
@@ -154,7 +164,10 @@ def test_an_engine_that_fails_is_a_failure_of_the_stage_generate():
         raise ConnectionError("engine gone")
 
     made = run(broken, environments=EnvironmentsConfig(retries=0))
-    assert isinstance(made, EpisodeFailure) and (made.stage, made.reason) == ("generate", "ConnectionError: engine gone")
+    assert isinstance(made, EpisodeFailure) and (made.stage, made.reason) == (
+        "generate",
+        "ConnectionError: engine gone",
+    )
 
 
 def test_an_answer_that_is_not_described_token_by_token_is_a_failure_not_a_trajectory():

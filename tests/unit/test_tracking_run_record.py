@@ -15,16 +15,20 @@ from tasks.store import Store
 from tasks.tracking.run_record import list_runs, read_run
 
 
-def make_run(root: Path, name: str = "demo", status: dict[str, Any] | None = None, versions: int = 3) -> Store:
+def make_run(
+    root: Path, name: str = "demo", status: dict[str, Any] | None = None, versions: int = 3
+) -> Store:
     store = Store(str(root / name))
     config = RunConfig(name=name, iterations=2)
     store.write("config.toml", config.to_toml().encode())
-    store.write_json("facts.json", {"packages": {"torch": "2.13"}, "host": "h", "started_at": time.time() - 60})
+    store.write_json(
+        "facts.json", {"packages": {"torch": "2.13"}, "host": "h", "started_at": time.time() - 60}
+    )
     store.write_json("status.json", status or {"status": "running", "reason": "", "at": time.time()})
     for k in range(2):
         span = {"lane": "rollout", "name": f"wave {k}", "start": 10.0 * k, "end": 10.0 * k + 7}
         metrics = {"success/frozenlake": 0.2 + 0.1 * k, "time/train": 2.0 + k, "train/kl": float("nan")}
-        store.write_json(f"iterations/{k}.json", {**metrics, "spans": [span]})
+        store.write_json(f"iterations/{k}.json", {"k": k, "metrics": metrics, "spans": [span]})
     for version, success in [(-2, 0.05), (0, 0.2), (2, 0.7)]:
         tasks = {"frozenlake": {"success": success, "reward": success, "episodes": 256, "failed": 0}}
         store.write_json(f"evaluations/{version}.json", {"version": version, "tasks": tasks})
@@ -44,7 +48,11 @@ def test_the_record_holds_what_was_measured_and_is_strict_json(tmp_path: Path) -
     assert record["config"]["trainer"]["learning_rate"] == 3e-4
     assert record["packages"] == {"torch": "2.13"}
     assert [i["k"] for i in record["iterations"]] == [0, 1]
-    assert record["iterations"][1]["metrics"] == {"success/frozenlake": pytest.approx(0.3), "time/train": 3.0, "train/kl": None}
+    assert record["iterations"][1]["metrics"] == {
+        "success/frozenlake": pytest.approx(0.3),
+        "time/train": 3.0,
+        "train/kl": None,
+    }
     assert record["iterations"][1]["spans"][0]["name"] == "wave 1"
     assert record["stage_seconds"]["train"] == {"total": 5.0, "median": 2.5, "longest": 3.0}
     assert record["progress"] == {"done": 2, "of": 2}
