@@ -13,7 +13,7 @@ from flows import reporting
 from flows.context import RunContext, live, on_pool
 from flows.evaluate import evaluate
 from flows.provision import raise_if_given_up
-from tasks.errors import DeadlineExceeded, RunFailed
+from tasks.errors import DeadlineExceeded
 from tasks.rollout.ledger import GroupKey
 from tasks.services import registered
 from tasks.store import layout
@@ -108,17 +108,15 @@ async def train_step(run: str, k: int) -> dict[str, Any]:
     context.progress.enter("train")
     store = context.store
     deadline = time.monotonic() + context.config.trainer.step_deadline_s
-    with context.span("train", f"iteration {k}"):
-        while await asyncio.to_thread(store.manifest, layout.weights(k + 1)) is None:
-            raise_if_given_up(context)
-            if time.monotonic() > deadline:
-                trainer = await asyncio.to_thread(registered, store, "trainer")
-                doing = trainer.detail if trainer else "never registered"
-                raise DeadlineExceeded(
-                    f"version {k + 1} from the trainer ({doing})", context.config.trainer.step_deadline_s,
-                    str(trainer.log if trainer else ""),
-                )  # fmt: skip
-            await asyncio.sleep(store.poll_s)
+    while await asyncio.to_thread(store.manifest, layout.weights(k + 1)) is None:
+        raise_if_given_up(context)
+        if time.monotonic() > deadline:
+            trainer = await asyncio.to_thread(registered, store, "trainer")
+            doing = trainer.detail if trainer else "never registered"
+            waited_for = f"version {k + 1} from the trainer ({doing})"
+            look_at = trainer.log if trainer else f"{run}/services"
+            raise DeadlineExceeded(waited_for, context.config.trainer.step_deadline_s, look_at)
+        await asyncio.sleep(store.poll_s)
     context.progress.version = k + 1
     return await asyncio.to_thread(store.read_json, layout.trainer_metrics(k))
 
@@ -128,13 +126,9 @@ async def publish(run: str, version: int) -> None:
     """Wait until every engine has pulled `version` and its weight parity held."""
     context = live(run)
     context.progress.enter("publish")
-    with context.span("weights", f"version {version}"):
-        await context.wait_until(
-            lambda: context.served is not None and context.served >= version,
-            context.config.inference.start_deadline_s,
-            f"every engine to serve version {version} (now: {context.served})",
-            f"{run}/services/engine-0.json",
-        )
-
-
-__all__ = ["RunFailed", "collect", "iteration", "publish", "train_step"]
+    await context.wait_until(
+        lambda: context.served is not None and context.served >= version,
+        context.config.inference.start_deadline_s,
+        f"every engine to serve version {version} (now: {context.served})",
+        f"{run}/services/engine-0.json",
+    )

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from flows.checks import running_process
+from flows.checks import existing_version, running_process
 from flows.context import API_KEY, api_key
 from tasks.config import RunConfig, TaskConfig
 from tasks.errors import RunFailed, UserError
@@ -144,17 +144,9 @@ def _engine(store: Store, config: RunConfig, version: int, console: Console) -> 
             )
         yield engine
         return
-    argv = [
-        sys.executable,
-        "-m",
-        "tasks.inference.agent",
-        "--store",
-        store.uri,
-        "--name",
-        ENGINE,
-        "--pin-version",
-        str(version),
-    ]
+    argv = [sys.executable, "-m", "tasks.inference.agent", "--store", store.uri, "--name", ENGINE]
+    if version != existing_version(store, None):  # by itself an engine takes the latest
+        argv += ["--pin-version", str(version)]
     if store.endpoint_url:
         argv += ["--endpoint-url", store.endpoint_url]
     supervisor, started_at = Supervisor(work_folder(store)), time.time()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -135,12 +135,12 @@ def raise_if_given_up(context: RunContext) -> None:
     )
 
 
-def on_death(context_problems: list[str], progress_say) -> object:  # type: ignore[no-untyped-def]
+def on_death(problems: list[str], say: Callable[[str], None]) -> Callable[[str, int, str, bool], None]:
     """The supervisor's callback: note the death for the flow's log and for the person who watches."""
 
     def note(name: str, code: int, log_tail: str, gave_up: bool) -> None:
         what = "gave up" if gave_up else "is restarted"
-        progress_say(f"{name} ended with code {code} and {what}")
-        context_problems.append(f"{name} ended with code {code} and {what}; the end of its log:\n{log_tail}")
+        say(f"{name} ended with code {code} and {what}")
+        problems.append(f"{name} ended with code {code} and {what}; the end of its log:\n{log_tail}")
 
     return note

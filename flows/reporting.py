@@ -80,28 +80,34 @@ async def link_to_mlflow(context: RunContext) -> None:
 
 async def record_iteration(context: RunContext, k: int, trajectories: list[Trajectory]) -> None:
     """Merge everything measured about iteration `k` into one record; show it in Prefect and MLflow."""
-    spans, context.spans = context.spans, []
     trainer = await asyncio.to_thread(context.store.read_json, layout.trainer_metrics(k))
-    engines = await asyncio.to_thread(_engine_metrics, context)
+    loads = await asyncio.to_thread(_loads, context, k + 1)
+    weights = await asyncio.to_thread(context.store.manifest, layout.weights(k + 1))
+    spans = [*context.spans, *_trainer_spans(k, trainer, weights or {}), *_load_spans(loads)]
+    context.spans = []
     metrics = {
         **rollout_metrics(trajectories, k),
         **time_metrics(spans),
-        **engines,
-        **trainer,
+        **engine_metrics(loads),
+        **{name: value for name, value in trainer.items() if not name.startswith("at/")},
         **ledger_metrics(context),
     }
-    record = {"k": k, "at": time.time(), "metrics": metrics, "spans": spans}
+    record = {"k": k, "metrics": metrics, "spans": spans}
+    await _show_iteration(context, k, metrics, trajectories)
+    record["at"] = time.time()  # last: what reporting itself took belongs to this iteration
     await asyncio.to_thread(context.store.write_json, layout.iteration(k), record)
     context.progress.history = [*context.progress.history, record]
+
+
+async def _show_iteration(context: RunContext, k: int, metrics: dict[str, float], trajectories: list[Trajectory]) -> None:
     context.tracker.log_metrics(metrics, step=k + 1)
     if k % context.config.evaluation.every == 0:
         await asyncio.to_thread(log_samples, context, k, trajectories[:: max(1, len(trajectories) // 8)])
     rows = [{"metric": name, "value": f"{value:.4g}"} for name, value in sorted(metrics.items())]
     await acreate_table_artifact(rows, key=f"iteration-{_key(context.name)}", description=f"Iteration {k}")
-    await aupdate_progress_artifact(
-        _progress_artifacts[context.run], 100.0 * (k + 1) / context.config.iterations
-    )
-    await link_to_mlflow(context) if k == 0 else None
+    await aupdate_progress_artifact(_progress_artifacts[context.run], 100.0 * (k + 1) / context.config.iterations)
+    if k == 0:
+        await link_to_mlflow(context)
 
 
 def report_run(context: RunContext) -> None:
@@ -198,13 +204,40 @@ def ledger_metrics(context: RunContext) -> dict[str, float]:
     }
 
 
-def _engine_metrics(context: RunContext) -> dict[str, float]:
-    """What the engines measured of their last load: parity, prefetch and pause."""
+def _loads(context: RunContext, version: int) -> list[dict[str, Any]]:
+    """What each engine measured when it loaded `version`."""
     found = [registered(context.store, f"engine-{i}") for i in range(context.config.inference.engines)]
-    loads = [service.facts["loads"][-1] for service in found if service and service.facts.get("loads")]
-    names = ("parity", "prefetch_s", "pause_s")
-    values = {name: [load[name] for load in loads if load.get(name) is not None] for name in names}
-    return {f"engine/{name}": max(value) for name, value in values.items() if value}
+    return [load for service in found if service for load in service.facts.get("loads", []) if load["version"] == version]
+
+
+def engine_metrics(loads: list[dict[str, Any]]) -> dict[str, float]:
+    """The worst of the engines: parity with the trainer, and seconds of prefetch, pause and load."""
+    names = {"parity": "engine/parity", "prefetch_s": "time/prefetch", "pause_s": "time/pause"}
+    measured = {out: [load[name] for load in loads if load.get(name) is not None] for name, out in names.items()}
+    return {name: max(values) for name, values in measured.items() if values}
+
+
+def _trainer_spans(k: int, metrics: dict[str, Any], weights: dict[str, Any]) -> list[dict[str, Any]]:
+    """When the trainer worked, by its own clock."""
+    trained = metrics["at/trained"]
+    published = weights.get("written_at", trained)
+    return [
+        {"lane": "train", "name": f"iteration {k}", "start": trained - metrics["time/train"], "end": trained},
+        {"lane": "publish", "name": f"version {k + 1}", "start": trained, "end": published},
+    ]
+
+
+def _load_spans(loads: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """When the engines fetched, loaded and checked a version, by their own clock."""
+    return [
+        {
+            "lane": "weights",
+            "name": f"version {load['version']}",
+            "start": load["started_at"] - load["prefetch_s"],
+            "end": load["at"],
+        }
+        for load in loads
+    ]
 
 
 def package_versions() -> dict[str, str]:

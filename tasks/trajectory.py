@@ -146,15 +146,13 @@ def decode(data: bytes) -> tuple[list[Trajectory], list[EpisodeFailure]]:
     table = pq.read_table(io.BytesIO(data))
     scalars = {name: table.column(name).to_pylist() for name in _SCALARS}
     arrays = {name: _rows(table.column(name), dtype) for name, (_, dtype) in _ARRAYS.items()}
-    trajectories = [
-        Trajectory(**{name: scalars[name][row] for name in _SCALARS}, **{name: arrays[name][row] for name in _ARRAYS})
-        for row in range(table.num_rows)
-    ]
+    columns: dict[str, list[Any]] = {**scalars, **arrays}
+    trajectories = [Trajectory(**{name: columns[name][row] for name in columns}) for row in range(table.num_rows)]
     failures = json.loads((table.schema.metadata or {}).get(b"failures", b"[]"))
     return trajectories, [EpisodeFailure(**failure) for failure in failures]
 
 
-def _rows(column: pa.ChunkedArray, dtype: Any) -> list[np.ndarray]:
+def _rows(column: pa.ChunkedArray, dtype: Any) -> list[Any]:
     """The arrays of a list column, without going through Python objects."""
     array = column.combine_chunks()
     flat = np.asarray(array.flatten().to_numpy(zero_copy_only=False), dtype=dtype)

@@ -51,8 +51,8 @@ class Refused(Exception):
 class Agent:
     """Runs in the main thread until a terminate signal (SystemExit)."""
 
-    def __init__(self, store: Store, name: str, api_key: str):
-        self.store, self.name = store, name
+    def __init__(self, store: Store, name: str, api_key: str, pin: int | None = None):
+        self.store, self.name, self.pin = store, name, pin
         self.config: RunConfig = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
         self.folder = work_folder(store) / name
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -113,8 +113,14 @@ class Agent:
                 time.sleep(self.store.poll_s)
 
     def _newest(self) -> int | None:
-        """The newest complete version in the store, if it is newer than the one served and not refused."""
+        """The newest complete version in the store, if it is newer than the one served and not refused.
+
+        With a pinned version, that one and no other.
+        """
         have = None if self.serving is None else self.serving.version
+        if self.pin is not None:
+            complete = have != self.pin and self.store.manifest(layout.weights(self.pin)) is not None
+            return self.pin if complete else None
         for version in reversed(self.store.numbers("weights")):
             if have is not None and version <= have:
                 return None
@@ -160,6 +166,7 @@ class Agent:
 
     def _load(self, local: LocalVersion) -> None:
         """Load a local version and check its parity. Raises Refused with the version before it loaded again."""
+        started_at = time.time()
         times = self.engine.load(local.folder, local.version)
         difference = parity(self.engine, local.probe) if local.probe else None
         load = {
@@ -168,6 +175,7 @@ class Agent:
             "prefetch_s": local.prefetch_s,
             "pause_s": times.pause_s,
             "load_s": times.load_s,
+            "started_at": started_at,
             "at": time.time(),
         }
         self.loads = [*self.loads, load][-LOADS_KEPT:]
@@ -211,6 +219,7 @@ def main() -> None:
     parser.add_argument("--store", required=True, help="the run's root URI")
     parser.add_argument("--endpoint-url", default=None, help="S3 endpoint")
     parser.add_argument("--name", required=True, help="engine-<number>")
+    parser.add_argument("--pin-version", type=int, help="serve this version; default: the newest, always")
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
@@ -219,7 +228,7 @@ def main() -> None:
         sys.exit(
             f"error: {API_KEY} is not set\n  fix: the controller generates it; by hand, export any secret"
         )
-    agent = Agent(Store(options.store, options.endpoint_url), options.name, api_key)
+    agent = Agent(Store(options.store, options.endpoint_url), options.name, api_key, options.pin_version)
     try:
         agent.run()
     except SystemExit as end:

@@ -277,6 +277,9 @@ class EpisodePool:
             dict(zip([f.key for f in good], await self._client.gather(good), strict=True)) if good else {}
         )
         for future in wanted:
+            if future.key not in results and future.status in ("pending", "lost"):
+                future.add_done_callback(self._done)  # its result died with its worker; Dask makes it again
+                continue
             spec = self._specs.pop(future.key, None)
             if spec is None:  # cancelled during the gather
                 continue
@@ -284,6 +287,7 @@ class EpisodePool:
             self._results.append(
                 results[future.key] if future.key in results else await _failure(spec, future)
             )
+        self._fill()
 
 
 async def _failure(spec: EpisodeSpec, future: Future) -> EpisodeFailure:

@@ -183,11 +183,17 @@ class ShardedPolicy:
         yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in persistent)
 
     def _settings(self, config: TrainerConfig) -> dict[str, Any]:
+        bucket = min(500_000_000, sum(p.numel() for p in self.policy.parameters()))
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": config.max_grad_norm if self.stage else 0.0,
-            "zero_optimization": {"stage": self.stage, "overlap_comm": False},
+            "zero_optimization": {
+                "stage": self.stage,
+                "overlap_comm": False,
+                "reduce_bucket_size": bucket,  # DeepSpeed's default takes 2 GB a rank, whatever the model
+                "allgather_bucket_size": bucket,
+            },
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": config.precision == "bf16"},
             "data_types": {"grad_accum_dtype": "fp32"},

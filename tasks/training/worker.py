@@ -143,7 +143,7 @@ class Worker:
         from tasks.training import publishing
 
         self._progress(f"publishing version {version}")
-        started = time.perf_counter()
+        started, trained_at = time.perf_counter(), time.time()
         weights = self.trainer.policy.weights()
         logprobs = self.trainer.probe_logprobs(self.probe)
         if self.rank != 0:
@@ -151,7 +151,7 @@ class Worker:
         with publishing.temporary_folder() as name:
             publishing.write_weights(weights, Path(name))
             if metrics is not None and not self.store.exists(layout.trainer_metrics(version - 1)):
-                metrics = {**metrics, "time/publish": time.perf_counter() - started}
+                metrics = {**metrics, "time/publish": time.perf_counter() - started, "at/trained": trained_at}
                 self.store.write_json(layout.trainer_metrics(version - 1), metrics)
             publishing.publish(self.store, version, Path(name), self.policy_folder, self.probe, logprobs)
 

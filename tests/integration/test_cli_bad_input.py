@@ -46,7 +46,7 @@ SETTINGS = {
     "missing model folder": ("policy.model=./nowhere", "policy.model", "tiny"),
     "folder that is no model": ("policy.model=.", "policy.model", "Hugging Face"),
     "not enough disk": (
-        "policy={hidden_size = 65536, layers = 2000, intermediate_size = 262144}",
+        "policy={hidden_size = 65536, heads = 512, kv_heads = 512, layers = 2000, intermediate_size = 262144}",
         "ROLLART_HOME",
         "free some space",
     ),

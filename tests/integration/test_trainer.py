@@ -134,7 +134,7 @@ def test_it_fails_with_the_name_of_a_corrupt_batch(run, tmp_path):
     assert "CorruptObject" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_two_ranks_give_the_loss_and_weights_of_one(run, tmp_path, stage):
     whole, *_ = run
     store = t.new_run(tmp_path / "run", t.settings(trainer={"ranks": 2, "threads": 2, "zero_stage": stage}))

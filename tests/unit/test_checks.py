@@ -61,18 +61,13 @@ def test_the_prompt_must_be_shorter_than_the_context_and_the_message_gives_its_l
 
 
 def test_the_size_of_the_tiny_policy_is_that_of_its_architecture() -> None:
-    """Against a count by hand: h = 8, 2 heads of 4, 1 KV head, 16 in the MLP, 1 layer."""
-    small = config(
-        "policy.hidden_size=16",
-        "policy.heads=2",
-        "policy.kv_heads=1",
-        "policy.layers=1",
-        "policy.intermediate_size=16",
-    )
-    q, k, v, o = 16 * 16, 16 * 8, 16 * 8, 16 * 16
-    mlp, norms = 3 * 16 * 16, 2 * 16 + 2 * 8
-    embeddings = 2 * len(vocabulary(["frozenlake"])) * 16
-    expected = q + k + v + o + mlp + norms + embeddings + 16
+    """Against a count by hand: hidden 64, 2 heads of 32, 1 KV head, 16 in the MLP, 1 layer."""
+    sizes = ["hidden_size=64", "heads=2", "kv_heads=1", "layers=1", "intermediate_size=16"]
+    small = config(*(f"policy.{size}" for size in sizes))
+    q, k, v, o = 64 * 64, 64 * 32, 64 * 32, 64 * 64
+    mlp, norms = 3 * 64 * 16, 2 * 64 + 2 * 32
+    embeddings = 2 * len(vocabulary(["frozenlake"])) * 64
+    expected = q + k + v + o + mlp + norms + embeddings + 64
     assert checks.policy_size(small) == checks.Size(expected, 4 * expected, 12 * expected)
 
 
