@@ -1,4 +1,4 @@
-"""The command line: `rollart train|warm-start|evaluate|play|resume|runs|doctor`.
+"""The command line: `rollart train|warm-start|evaluate|play|resume|runs|bench|doctor`.
 
 Exit codes: 0 done, 1 the run failed (reason and where to look), 2 bad input (the setting and the fix),
 128 + n ended by signal n. Everything costly is imported inside the command that needs it, so `--help` is quick.
@@ -88,7 +88,12 @@ def cli() -> None:
 @_SET
 @click.option("--name", help="Name of the run. Default: from the config's file name and the time.")
 @click.option("--dry-run", is_flag=True, help="Check everything and print the plan; start nothing.")
-def train(config: str, overrides: tuple[str, ...], name: str | None, dry_run: bool) -> None:
+@click.option(
+    "--prepare",
+    is_flag=True,
+    help="Check everything and write the run's configuration, for a work pool to start.",
+)
+def train(config: str, overrides: tuple[str, ...], name: str | None, dry_run: bool, prepare: bool) -> None:
     """Train a policy with RL, after a warm start if the config asks for one.
 
     CONFIG is a TOML file, or the name of a shipped one: frozenlake, two-tasks, smoke.
@@ -97,8 +102,9 @@ def train(config: str, overrides: tuple[str, ...], name: str | None, dry_run: bo
       rollart train frozenlake
       rollart train my.toml --set trainer.learning_rate=1e-4 --name try-1
       rollart train frozenlake --set store.root=s3://bucket/runs --dry-run
+      rollart train frozenlake --prepare
     """
-    _new_run("train", config, overrides, name, dry_run)
+    _new_run("train", config, overrides, name, dry_run, prepare)
 
 
 @cli.command("warm-start", cls=_Example)
@@ -273,11 +279,55 @@ def doctor(as_json: bool) -> None:
     sys.exit(0 if doctors.can_run(findings) else 1)
 
 
+@cli.group(context_settings=_SETTINGS)
+def bench() -> None:
+    """Measure the workflow itself, from what runs recorded."""
+
+
+@bench.command("overhead", cls=_Example)
+@click.argument("run")
+@_STORE
+@click.option(
+    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write it to FILE as well."
+)
+def bench_overhead(run: str, root: str, file: Path | None) -> None:
+    """Seconds of each iteration in which no stage was working, and between which stages they passed.
+
+    The first iteration has no predecessor to be measured from, so a run of 21 gives 20.
+
+    Example:
+      rollart bench overhead frozenlake-1129-143012 --json overhead.json
+    """
+    import json
+
+    from flows.bench import overhead
+    from tasks.store import layout
+
+    store = _stored(run, root)[0]
+    found = overhead([store.read_json(layout.iteration(k)) for k in store.numbers("iterations")])
+    if not found["iterations"]:
+        raise UserError(
+            "RUN", "has no two finished iterations to measure between", "let it train on: rollart resume"
+        )
+    click.echo(
+        f"median {found['median_s']:.2f} s, longest {found['max_s']:.2f} s, {found['iterations']} iterations"
+    )
+    for part, seconds in found["parts"].items():
+        click.echo(f"  {seconds:6.2f} s  {part}")
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n")
+
+
 # How a run starts and is watched
 
 
 def _new_run(
-    kind: str, config_name: str, overrides: tuple[str, ...], name: str | None, dry_run: bool
+    kind: str,
+    config_name: str,
+    overrides: tuple[str, ...],
+    name: str | None,
+    dry_run: bool,
+    prepare: bool = False,
 ) -> None:
     from flows import checks, view
     from tasks.config import load_config
@@ -294,7 +344,17 @@ def _new_run(
         return
     store = checks.store_of(config).below(str(config.name))
     store.write(layout.CONFIG, config.to_toml().encode())
+    if prepare:
+        _show_prepared(store)
+        return
     _watch(kind, store, config)
+
+
+def _show_prepared(store: Store) -> None:
+    endpoint = f" --param endpoint_url={store.endpoint_url}" if store.endpoint_url else ""
+    click.echo(f"The run is prepared, and nothing is started: {store.uri}")
+    click.echo("Start it through its deployment (deployments/README.md):")
+    click.echo(f"  prefect deployment run train/train --param run={store.uri}{endpoint}")
 
 
 def find_config(name: str) -> Path:

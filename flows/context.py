@@ -55,6 +55,7 @@ class RunContext:
     failed_episodes: int = 0
     problems: list[str] = field(default_factory=list)  # deaths of services, to be logged by the flow
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    changes: int = 0  # notifications so far: who compares them misses none between a look and a wait
 
     @property
     def run(self) -> str:
@@ -80,6 +81,7 @@ class RunContext:
     async def notify(self) -> None:
         """Wake everything that waits for a change of the ledger or of the served version."""
         async with self.changed:
+            self.changes += 1
             self.changed.notify_all()
 
     async def wait_until(self, true: Callable[[], bool], deadline_s: float, what: str, look_at: str) -> None:

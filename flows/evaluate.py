@@ -27,7 +27,9 @@ EVALUATION_PRIORITY = 1_000_000  # before training episodes: the training lane w
 async def evaluate(
     run: str, version: int, episodes: int | None = None, temperature: float | None = None
 ) -> dict[str, Any]:
-    """Evaluate the served `version`, record it in the store, and return the record.
+    """Evaluate the served `version`, and return the record.
+
+    The first evaluation as the run is configured is the run's own: it goes to the store and stands.
 
     Returns `{"version", "temperature", "tasks": {name: {"success", "reward", "episodes", "failed", ...}}}`.
     """
@@ -37,7 +39,9 @@ async def evaluate(
     with on_pool("evaluate", context.config), context.span("evaluate", f"version {version}"):
         tasks = await run_episodes(run, version, episodes or settings.episodes, temperature)
     record = {"version": version, "temperature": temperature, "tasks": tasks}
-    await asyncio.to_thread(context.store.write_json, layout.evaluation(version), record)
+    as_configured = (episodes or settings.episodes, temperature) == (settings.episodes, settings.temperature)
+    if as_configured and not await asyncio.to_thread(context.store.exists, layout.evaluation(version)):
+        await asyncio.to_thread(context.store.write_json, layout.evaluation(version), record)
     await reporting.report_evaluation(context, record)
     return record
 

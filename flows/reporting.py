@@ -87,10 +87,10 @@ async def record_iteration(context: RunContext, k: int, trajectories: list[Traje
     context.spans = []
     metrics = {
         **rollout_metrics(trajectories, k),
-        **time_metrics(spans),
         **engine_metrics(loads),
         **{name: value for name, value in trainer.items() if not name.startswith("at/")},
         **ledger_metrics(context),
+        **time_metrics(spans),
     }
     record = {"k": k, "metrics": metrics, "spans": spans}
     await _show_iteration(context, k, metrics, trajectories)
@@ -189,7 +189,7 @@ def time_metrics(spans: list[dict[str, Any]]) -> dict[str, float]:
     lanes: dict[str, float] = {}
     for span in spans:
         lanes[span["lane"]] = lanes.get(span["lane"], 0.0) + span["end"] - span["start"]
-    return {f"time/stage_{lane}": seconds for lane, seconds in lanes.items()}
+    return {f"time/{lane}": seconds for lane, seconds in lanes.items()}
 
 
 def ledger_metrics(context: RunContext) -> dict[str, float]:
@@ -212,7 +212,7 @@ def _loads(context: RunContext, version: int) -> list[dict[str, Any]]:
 
 def engine_metrics(loads: list[dict[str, Any]]) -> dict[str, float]:
     """The worst of the engines: parity with the trainer, and seconds of prefetch, pause and load."""
-    names = {"parity": "engine/parity", "prefetch_s": "time/prefetch", "pause_s": "time/pause"}
+    names = {"parity": "engine/parity", "prefetch_s": "engine/prefetch_s", "pause_s": "engine/pause_s"}
     measured = {out: [load[name] for load in loads if load.get(name) is not None] for name, out in names.items()}
     return {name: max(values) for name, values in measured.items() if values}
 

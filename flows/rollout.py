@@ -67,8 +67,11 @@ class _Wave:
         self.context.cancel_episodes[self.wave] = self.cancel
         receiver = asyncio.create_task(self._receive())
         try:
-            while self._dispatch() or not self.context.groups.settled(self.wave):
-                await self._wait_for_change(receiver)
+            while True:
+                seen = self.context.changes
+                if not self._dispatch() and self.context.groups.settled(self.wave):
+                    break
+                await self._wait_for_change(receiver, seen)
         finally:
             del self.context.cancel_episodes[self.wave]
             receiver.cancel()
@@ -94,10 +97,10 @@ class _Wave:
             progress.episodes_wanted += len(keys) * self.context.config.rollout.group_size
         return keys
 
-    async def _wait_for_change(self, receiver: asyncio.Task[None]) -> None:
+    async def _wait_for_change(self, receiver: asyncio.Task[None], seen: int) -> None:
         async def changed() -> None:
             async with self.context.changed:
-                await self.context.changed.wait()
+                await self.context.changed.wait_for(lambda: self.context.changes != seen)
 
         change = asyncio.create_task(changed())
         try:

@@ -10,7 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
+from prefect.runtime import flow_run
 from prefect.states import Cancelled
+from prefect.utilities.urls import url_for
 
 from flows import reporting
 from flows.context import RunContext, open_context
@@ -42,6 +44,8 @@ async def in_session(run: str, endpoint_url: str | None, work: Work, *, training
     """
     store = Store(run, endpoint_url)
     progress = _watched.get(run) or Progress(run=run)
+    if page := url_for("flow-run", obj_id=flow_run.id):
+        progress.prefect_url = page
     problems: list[str] = []
     supervisor = Supervisor(work_folder(store), on_death(problems, progress.say))
     async with open_context(store, progress, supervisor) as context:

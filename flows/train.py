@@ -30,7 +30,7 @@ async def train(run: str, endpoint_url: str | None = None) -> Any:
     return await in_session(run, endpoint_url, _train)
 
 
-async def _train(context: RunContext) -> None:
+async def _train(context: RunContext) -> dict[str, str]:
     context.progress.phase = "starting services"
     await provision(context.run)
     await initial_policy(context)
@@ -46,6 +46,7 @@ async def _train(context: RunContext) -> None:
         await training_lane(context, first)
         context.groups.close()
         await context.notify()
+    return {"plots": f"{context.run}/plots"}  # drawn when the session closes
 
 
 async def rollout_lane(context: RunContext, first: int) -> None:

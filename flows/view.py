@@ -203,7 +203,7 @@ def stage_seconds(progress: Progress) -> list[tuple[str, float, float]]:
     for record in progress.history:
         for name, value in record["metrics"].items():
             if name.startswith("time/"):
-                found.setdefault(name.removeprefix("time/").removeprefix("stage_"), []).append(value)
+                found.setdefault(name.removeprefix("time/"), []).append(value)
     rank = {stage: index for index, stage in enumerate(STAGES)}
     return [
         (s, found[s][-1], statistics.median(found[s]))
@@ -347,7 +347,7 @@ def show_summary(
         console.print(_before_and_after(evaluations))
     console.print()
     version = evaluations[-1]["version"] if evaluations else progress.version
-    console.print(_pairs(_places(kind, progress, store, version, result or {})))
+    console.print(_pairs(_places(kind, progress, store, version)))
 
 
 def _before_and_after(evaluations: list[dict[str, Any]]) -> Table:
@@ -370,15 +370,13 @@ def _before_and_after(evaluations: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _places(
-    kind: str, progress: Progress, store: Store, version: int | None, result: dict[str, Any]
-) -> list[tuple[str, str]]:
+def _places(kind: str, progress: Progress, store: Store, version: int | None) -> list[tuple[str, str]]:
     name = run_argument(store)
     pairs = [("run", store.uri)]
     if version is not None:
         pairs.append(("model", f"{store.uri}/weights/{version}"))
-    if plots := result.get("plots"):
-        pairs.append(("plots", plots if isinstance(plots, str) else ", ".join(map(str, plots))))
+    if kind == "train":
+        pairs.append(("plots", f"{store.uri}/plots"))
     if progress.prefect_url:
         pairs.append(("Prefect", _prefect_page(progress.prefect_url)))
     if progress.mlflow_url:
@@ -499,7 +497,7 @@ def _stages_table(seconds: dict[str, dict[str, float]]) -> Table:
         table.add_column(column, justify="right")
     for stage, values in seconds.items():
         table.add_row(
-            stage.removeprefix("stage_"),
+            stage,
             *(f"{values[column]:.1f}" for column in ("median", "longest", "total")),
         )
     return table

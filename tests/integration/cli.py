@@ -42,10 +42,10 @@ def rollart(*arguments: str, home: Path, env: dict[str, str] | None = None, time
         stdin=subprocess.DEVNULL,
     )
     seconds = time.monotonic() - started
-    return Outcome(done.returncode, done.stdout, done.stderr, seconds, _marked(mark))
+    return Outcome(done.returncode, done.stdout, done.stderr, seconds, marked(mark))
 
 
-def _marked(mark: str) -> list[int]:
+def marked(mark: str) -> list[int]:
     found = []
     for process in psutil.process_iter():
         try:
