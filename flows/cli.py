@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed (reason and where to look), 2 bad input (th
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -53,7 +54,7 @@ class _Example(click.Command):
     """A command whose docstring keeps its line breaks, so that examples stay readable."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for line in (self.help or "").splitlines():
+        for line in inspect.cleandoc(self.help or "").splitlines():
             formatter.write(f"  {line}".rstrip() + "\n")
 
 

@@ -52,7 +52,7 @@ async def _train(context: RunContext) -> dict[str, str]:
 async def rollout_lane(context: RunContext, first: int) -> None:
     """Open a flow for every wave, one wave before it may be dispatched, so that its start costs no time."""
     async with asyncio.TaskGroup() as waves:
-        for wave in range(first, context.config.iterations):
+        for wave in [*context.groups.short_waves(first), *range(first, context.config.iterations)]:
             await context.wait_until(
                 lambda wave=wave: context.groups.admits(wave - 1, context.served or 0),  # type: ignore[misc]
                 2 * context.config.trainer.step_deadline_s,

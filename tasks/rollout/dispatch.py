@@ -72,7 +72,9 @@ class _Engines:
         self._client: Any = None
 
     def generate(self, tokens: Sequence[int], **sampling: Any) -> Generated:
-        return self._current().generate(tokens, **sampling)
+        # No sampling seed goes out: vLLM's CPU sampler dies ("CPU Generator does not use offset") when a seeded
+        # request is prefilled in parts, as after an in-flight update, and samples seeded rows one by one.
+        return self._current().generate(tokens, **{**sampling, "seed": None})
 
     def _current(self) -> Any:
         from tasks.inference.client import EngineClient

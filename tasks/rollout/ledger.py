@@ -120,6 +120,13 @@ class Ledger:
         """The finished groups that no batch consumed yet."""
         return {key for key, entry in self._entries.items() if entry.state == "finished"}
 
+    def short_waves(self, before: int) -> list[int]:
+        """Waves below `before` that gave batches fewer than their share: a restart has to open them again, or
+        the groups that were in flight when the run stopped would be missing at its end.
+        """
+        given = [key[0] for key, entry in self._entries.items() if entry.state == "consumed"]
+        return [wave for wave in range(before) if given.count(wave) < self.groups]
+
     def settled(self, wave: int) -> bool:
         """Whether every group of the wave is consumed, replaced or dropped."""
         return all(self._entries[key].state in ("consumed", "failed", "dropped") for key in self._of(wave))

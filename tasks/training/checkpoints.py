@@ -46,7 +46,12 @@ def complete(store: Store) -> list[int]:
     return [v for v in store.numbers("checkpoints") if store.manifest(layout.checkpoint(v)) is not None]
 
 
+def steps(store: Store, version: int) -> int:
+    """Optimiser steps of the schedule that a complete checkpoint had taken."""
+    return int((store.manifest(layout.checkpoint(version)) or {})["steps"])
+
+
 def read(store: Store, version: int) -> dict[str, Tensor]:
-    """This rank's state at `version`. Raises CorruptObject."""
+    """This rank's state at `version`. Raises CorruptObject, or FileNotFoundError without a manifest."""
     data = store.get(f"{layout.checkpoint(version)}/rank-{dist.get_rank()}", FILE)
     return safetensors.torch.load(data)

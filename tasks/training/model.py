@@ -6,6 +6,7 @@ optimiser state as each rank's own shard; both are safetensors, never pickle.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +98,10 @@ class ShardedPolicy:
         self.engine.backward(loss * dist.get_world_size())  # DeepSpeed takes the mean over ranks
 
     def step(self, learning_rate: float) -> float:
-        """One optimiser step after clipping; returns the norm of the gradient before clipping."""
+        """One optimiser step after clipping; returns the norm of the gradient before clipping.
+
+        Raises FloatingPointError if the gradient is not finite; the weights are then of no use.
+        """
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate
         if self.stage == 0:  # DeepSpeed clips here too, but does not say what the norm was
@@ -105,7 +109,9 @@ class ShardedPolicy:
             self.engine.step()
         else:
             self.engine.step()
-            norm = self.engine.get_global_grad_norm()
+            norm = self.engine.get_global_grad_norm()  # -1 if it is not finite
+        if not 0 <= float(norm) < math.inf:
+            raise FloatingPointError("the gradient is not finite")
         return float(norm)
 
     def reset_optimiser(self) -> None:

@@ -1,14 +1,15 @@
 """One rank of the trainer: takes batches from the store, trains, publishes versions, checkpoints.
 
 Rank 0 looks at the store and tells the others what comes next, as JSON. The trainer's version is k while it
-waits for batch k. State on start: the newest complete checkpoint, else the newest fitting weights; the
-batches after it are replayed, and what they publish is already there.
+waits for batch k. State on start: the newest whole checkpoint, else fitting weights (see `_states`); the
+batches after it are replayed, and what they publish is already there. Metrics are finite numbers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -151,7 +152,11 @@ class Worker:
         with publishing.temporary_folder() as name:
             publishing.write_weights(weights, Path(name))
             if metrics is not None and not self.store.exists(layout.trainer_metrics(version - 1)):
-                metrics = {**metrics, "time/publish": time.perf_counter() - started, "at/trained": trained_at}
+                metrics = {
+                    **finite(metrics),
+                    "time/publish": time.perf_counter() - started,
+                    "at/trained": trained_at,
+                }
                 self.store.write_json(layout.trainer_metrics(version - 1), metrics)
             publishing.publish(self.store, version, Path(name), self.policy_folder, self.probe, logprobs)
 
@@ -180,33 +185,80 @@ class Worker:
         self.trainer.restart_optimiser()
 
     def _restore(self) -> None:
-        """The newest complete checkpoint; else version 0 or the first version, if published; else a new policy."""
-        from tasks.training import checkpoints
+        """Take the first of `_states` that is whole on every rank; a new policy if there is none to take.
 
-        facts = self._broadcast(self._newest_state() if self.rank == 0 else None)
-        if facts["checkpoint"] is not None:
-            self._load_version(facts["checkpoint"])
-            self.trainer.policy.load_shard(checkpoints.read(self.store, facts["checkpoint"]))
-            self.trainer.steps = facts["steps"]
-            self.checkpointed = facts["checkpoint"]
-            self._enter_version(facts["checkpoint"])
-        elif facts["weights"] is not None:
-            self._load_version(facts["weights"])
-            self._enter_version(facts["weights"])
-        else:
-            self._publish(self.version, None)
-            self._enter_version(self.version)
+        Raises CorruptObject if there are some and none is whole: other weights than those published must not
+        take their place.
+        """
+        states = self._broadcast({"states": self._states()} if self.rank == 0 else None)["states"]
+        for state in states:
+            if self._take(state["version"], state["checkpoint"], state["steps"]):
+                self._enter_version(state["version"])
+                return
+        if states:
+            raise CorruptObject(f"{self.store.uri}: no checkpoint and no version to start from is whole")
+        self._publish(self.version, None)
+        self._enter_version(self.version)
 
-    def _newest_state(self) -> dict[str, Any]:
+    def _states(self) -> list[dict[str, Any]]:
+        """What a start can go on from, best first.
+
+        Checkpoints, newest first; then, only for when those are corrupt, published versions, newest first, with
+        a fresh Adam state and the schedule going on; then version 0 or the first version, from which all
+        batches are replayed.
+        """
         from tasks.training import checkpoints
 
         warm_started = self.store.manifest(layout.weights(0)) is not None
-        versions = [v for v in checkpoints.complete(self.store) if v > 0 or not warm_started]
-        if versions:
-            facts = self.store.manifest(layout.checkpoint(versions[-1])) or {}
-            return {"checkpoint": versions[-1], "steps": facts["steps"]}
-        found = [v for v in (0, self.version) if self.store.manifest(layout.weights(v)) is not None]
-        return {"checkpoint": None, "weights": found[0] if found else None}
+        first, trainer = first_version(self.config), self.config.trainer
+
+        def fits(version: int) -> bool:
+            return version > 0 or (version > first and not warm_started)
+
+        found = [v for v in reversed(checkpoints.complete(self.store)) if fits(v)]
+        states = [
+            {"version": v, "checkpoint": True, "steps": checkpoints.steps(self.store, v)} for v in found
+        ]
+        published = [v for v in reversed(self.store.numbers("weights")) if fits(v)] if found else []
+        for v in (*published, 0 if warm_started else first):
+            if self.store.manifest(layout.weights(v)) is not None:
+                steps = max(0, v) * trainer.epochs * trainer.minibatches
+                states.append({"version": v, "checkpoint": False, "steps": steps})
+        return states
+
+    def _take(self, version: int, checkpoint: bool, steps: int) -> bool:
+        """Restore a state if all ranks can read it; else log why not, and remove a checkpoint that is corrupt."""
+        from tasks.training import checkpoints, model
+
+        what = layout.checkpoint(version) if checkpoint else layout.weights(version)
+        with tempfile.TemporaryDirectory(prefix="rollart-weights-") as name:
+            shard, whole = None, True
+            try:
+                self.store.fetch(layout.weights(version), Path(name))
+                shard = checkpoints.read(self.store, version) if checkpoint else None
+            except (CorruptObject, FileNotFoundError) as error:
+                print(f"rank {self.rank}: skipped {what} on start: {_reason(error)}", flush=True)
+                whole = False
+            if not self._everywhere(whole):
+                if checkpoint and self.rank == 0:
+                    self.store.delete(what)  # else the replay would find it there and leave it as it is
+                return False
+            self.trainer.policy.load(model.read_weights(Path(name)))
+        self.trainer.restart_optimiser()
+        if shard is not None:
+            self.trainer.policy.load_shard(shard)
+            self.checkpointed = version
+        self.trainer.steps = steps
+        return True
+
+    def _everywhere(self, condition: bool) -> bool:
+        """Whether `condition` holds on all ranks."""
+        import torch
+        import torch.distributed as dist
+
+        held = torch.tensor([int(condition)])
+        dist.all_reduce(held, op=dist.ReduceOp.MIN, group=self.control)
+        return bool(held.item())
 
     def _load_version(self, version: int) -> None:
         from tasks.training import model
@@ -250,6 +302,14 @@ class Worker:
         self.said_at = time.monotonic()
         if self.registrar is not None:
             self.registrar.update(**changes)
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that are finite numbers, which is all that JSON can hold; what is left out is logged."""
+    left_out = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+    if left_out:
+        print(f"left out of the metrics, for not being finite: {', '.join(left_out)}", flush=True)
+    return {name: value for name, value in metrics.items() if name not in left_out}
 
 
 def first_version(config: RunConfig) -> int:

@@ -170,7 +170,7 @@ def mlflow_run(finished: Finished, machine: Machine) -> Any:
 
 def test_mlflow_has_every_metric_under_its_stable_name_at_every_iteration(mlflow_run: Any) -> None:
     client, run = mlflow_run
-    wanted = [*STABLE, *(f"time/stage_{lane}" for lane in ("rollout", "train", "publish"))]
+    wanted = [*STABLE, *(f"time/{lane}" for lane in ("rollout", "train", "publish"))]
     assert [name for name in wanted if name not in run.data.metrics] == []
     for name in wanted:
         points = {point.step: point.value for point in client.get_metric_history(run.info.run_id, name)}
@@ -250,7 +250,7 @@ def test_runs_list_and_show_give_everything_measured_as_json(finished: Finished,
     assert set(record["before"]) == set(record["after"]) == set(record["gain"]) == {"frozenlake"}
     assert record["config"]["policy"]["hidden_size"] == 64
     assert {"prefect", "torch", "deepspeed", "mlflow", "dask"} <= set(record["packages"])
-    assert record["stage_seconds"]["stage_rollout"]["median"] > 0
+    assert record["stage_seconds"]["rollout"]["median"] > 0
     plain = machine.run("runs", "show", finished.name, timeout=60)
     assert plain.code == 0 and "finished" in plain.out
 
@@ -323,19 +323,17 @@ def test_prefect_has_progress_tables_and_a_person_can_read_them(finished: Finish
 # Used further: these two start services of their own
 
 
-def test_evaluate_measures_an_older_version_again_and_gets_the_same(
+def test_evaluate_measures_an_older_version_again_and_leaves_the_run_as_it_is(
     finished: Finished, machine: Machine
 ) -> None:
     before = finished.store.read_json("evaluations/0.json")
-    done = machine.run("evaluate", finished.name, "--version", "0")
+    done = machine.run("evaluate", finished.name, "--version", "0", "--episodes", "4")
     print(f"{done.seconds:.0f} s\n{done.out}")
     assert done.code == 0, done.err
     assert done.left == []
-    after = finished.store.read_json("evaluations/0.json")
-    assert after["tasks"]["frozenlake"]["episodes"] == before["tasks"]["frozenlake"]["episodes"] == 8
-    assert after["tasks"]["frozenlake"]["best_fixed_path"] == before["tasks"]["frozenlake"]["best_fixed_path"]
+    assert re.search(r"^frozenlake +[01]\.\d{3} +[01]\.\d{3} +4 *$", done.out, re.MULTILINE)
+    assert finished.store.read_json("evaluations/0.json") == before  # the run's own record stands
     assert finished.store.read_json("status.json")["status"] == "finished"  # an evaluation is not the run
-    assert re.search(r"version 0\b.*frozenlake|frozenlake", done.out)
 
 
 def test_play_shows_one_episode_turn_by_turn(finished: Finished, machine: Machine) -> None:

@@ -14,7 +14,17 @@ from tasks.config import load_config
 from tasks.store import Store
 from tests.integration.cli import rollart
 
-COMMANDS = ["train", "warm-start", "evaluate", "play", "resume", "runs list", "runs show", "doctor"]
+COMMANDS = [
+    "train",
+    "warm-start",
+    "evaluate",
+    "play",
+    "resume",
+    "runs list",
+    "runs show",
+    "bench overhead",
+    "doctor",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -141,3 +151,27 @@ def test_an_empty_store_lists_no_runs(tmp_path: Path) -> None:
     outcome = rollart("runs", "list", home=tmp_path)
     assert outcome.code == 0
     assert "No runs in" in outcome.out
+
+
+def test_bench_overhead_says_where_the_idle_seconds_are(tmp_path: Path) -> None:
+    store = finished_run(tmp_path)
+    refused = rollart("bench", "overhead", "empty", home=tmp_path, timeout=150)
+    assert refused.code == 2
+    for k in range(4):  # iterations of 10 s that train from second 3 + k to second 9
+        span = {"lane": "train", "name": f"batch {k}", "start": 10.0 * k + 3 + k, "end": 10.0 * k + 9}
+        store.write_json(
+            f"iterations/{k}.json", {"k": k, "at": 10.0 * k + 10, "metrics": {}, "spans": [span]}
+        )
+    file = tmp_path / "overhead.json"
+    outcome = rollart("bench", "overhead", "run-1", "--json", str(file), home=tmp_path, timeout=150)
+    assert outcome.code == 0, outcome.err
+    assert "median 6.00 s, longest 7.00 s, 3 iterations" in outcome.out
+    assert "5.00 s  record -> train" in outcome.out
+    assert json.loads(file.read_text())["parts"] == {"record -> train": 5.0, "train -> record": 1.0}
+
+
+def test_bench_overhead_of_a_run_with_one_iteration_is_refused(tmp_path: Path) -> None:
+    finished_run(tmp_path).delete("iterations/1.json")
+    outcome = rollart("bench", "overhead", "run-1", home=tmp_path, timeout=150)
+    assert outcome.code == 2
+    assert "no two finished iterations" in outcome.err

@@ -43,7 +43,7 @@ def deployment(api: str) -> dict:
     return httpx.get(f"{api}/deployments/name/train/train", timeout=30).raise_for_status().json()
 
 
-def prefect(*arguments: str, timeout: float = 120, env: dict[str, str] | None = None) -> str:
+def prefect(*arguments: str, timeout: float = 280, env: dict[str, str] | None = None) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "prefect", *arguments],
         cwd=ROOT,

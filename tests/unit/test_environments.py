@@ -159,17 +159,49 @@ def test_the_best_fixed_path_is_as_good_as_any_sequence_of_moves():
     assert success == np.mean(replayed)
 
 
-def test_the_worked_answer_is_long_and_a_wrong_sum_earns_nothing():
+def read_off(answer: str, base: int) -> int:
+    """The sum a filled-in form states, by string handling alone."""
+    results = [column.split("=")[1].replace(" ", "") for column in answer.split(";")]
+    return int(results[-1][0] + "".join(result[-1] for result in reversed(results)), base)
+
+
+@pytest.mark.parametrize(("base", "digits"), [(2, 6), (3, 4), (10, 3)])
+def test_the_worked_answer_is_long_and_states_the_sum(base, digits):
+    sums = Arithmetic(base=base, digits=digits)
+    for seed in range(50):
+        question, facts = sums.reset(seed)
+        answer = sums.demonstrate(random.Random(0), 0.0)
+        assert 20 <= len(answer.split()) < sums.max_action_tokens and len(answer) == len(question)
+        assert read_off(answer, base) == sum(facts["numbers"])
+        assert sums.step(answer.replace(" ", ""))[1] == 1.0
+
+
+def test_only_the_sum_counts_and_a_wrong_one_earns_nothing():
     sums = Arithmetic()
     sums.reset(5)
-    answer = sums.demonstrate(random.Random(0), 0.0)
-    length = len(answer.replace(" ", ""))
-    assert 20 <= length <= 40 and length < sums.max_action_tokens
-    assert sums.step(answer)[1] == 1.0
-    wrong = sum(sums.numbers) + 1
-    for text in (f"# {wrong}", str(sum(sums.numbers)), "", "#", f"# {sum(sums.numbers)} ;"):
+    right = sums.demonstrate(random.Random(0), 0.0)
+    assert sums.step(" ; ".join(column[column.index("=") :] for column in right.split(" ; ")))[1] == 1.0
+    flipped = right[:-1] + str(1 - int(right[-1]))
+    longer, shorter = f"{right} ; 0 0 0 = 0 0", right[: right.rindex(";")]
+    for text in (flipped, longer, shorter, f"{right} ;", right.replace("=", "_", 1), "", ";", "="):
         assert sums.step(text)[1] == 0.0
-    assert sums.step(" ".join(f"# {sum(sums.numbers)}"))[1] == 1.0  # digits apart or together
+
+
+@pytest.mark.parametrize("base", [2, 10])
+def test_noise_makes_the_share_of_random_digits_it_says(base):
+    sums, rng, solved = Arithmetic(base=base, digits=4), random.Random(0), 0
+    for seed in range(2000):
+        sums.reset(seed)
+        solved += sums.step(sums.demonstrate(rng, 0.3))[4]["success"]
+    assert solved / 2000 == pytest.approx((1 - 0.3 * (1 - 1 / base)) ** 4, abs=0.04)
+
+
+def test_a_sum_and_its_mirror_are_on_the_same_side_of_the_split():
+    def pairs(split):
+        sums = Arithmetic(split=split, digits=3)
+        return {tuple(sorted(sums.reset(seed)[1]["numbers"])) for seed in range(500)}
+
+    assert not pairs("train") & pairs("held_out")
 
 
 def test_an_unknown_environment_is_named_with_its_setting_and_the_nearest_one():
