@@ -25,7 +25,10 @@ def overhead(iterations: Sequence[dict[str, Any]]) -> dict[str, Any]:
             parts.setdefault(name, []).append(seconds)
     if not totals:
         return {"iterations": 0, "median_s": 0.0, "max_s": 0.0, "parts": {}}
-    medians = {name: statistics.median([*found, *[0.0] * (len(totals) - len(found))]) for name, found in parts.items()}
+    medians = {
+        name: statistics.median([*found, *[0.0] * (len(totals) - len(found))])
+        for name, found in parts.items()
+    }
     return {
         "iterations": len(totals),
         "median_s": statistics.median(totals),

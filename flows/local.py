@@ -65,8 +65,6 @@ def _run_until_stopped(
     stop: threading.Event,
     parameters: dict[str, Any],
 ) -> Any:
-    from prefect.events.worker import EventsWorker
-    from prefect.logging.handlers import APILogWorker
 
     from flows.session import watch_progress
     from flows.single import evaluate_run, warm_start_run

@@ -16,8 +16,8 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.context import API_KEY, RunContext, api_key, live, on_pool
 from tasks.errors import DeadlineExceeded, RunFailed
-from tasks.training.policy import publish_policy
 from tasks.services import Registration, registered, tail
+from tasks.training.policy import publish_policy
 
 MODULES = {
     "engine": "tasks.inference.agent",

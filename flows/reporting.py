@@ -99,13 +99,17 @@ async def record_iteration(context: RunContext, k: int, trajectories: list[Traje
     context.progress.history = [*context.progress.history, record]
 
 
-async def _show_iteration(context: RunContext, k: int, metrics: dict[str, float], trajectories: list[Trajectory]) -> None:
+async def _show_iteration(
+    context: RunContext, k: int, metrics: dict[str, float], trajectories: list[Trajectory]
+) -> None:
     context.tracker.log_metrics(metrics, step=k + 1)
     if k % context.config.evaluation.every == 0:
         await asyncio.to_thread(log_samples, context, k, trajectories[:: max(1, len(trajectories) // 8)])
     rows = [{"metric": name, "value": f"{value:.4g}"} for name, value in sorted(metrics.items())]
     await acreate_table_artifact(rows, key=f"iteration-{_key(context.name)}", description=f"Iteration {k}")
-    await aupdate_progress_artifact(_progress_artifacts[context.run], 100.0 * (k + 1) / context.config.iterations)
+    await aupdate_progress_artifact(
+        _progress_artifacts[context.run], 100.0 * (k + 1) / context.config.iterations
+    )
     if k == 0:
         await link_to_mlflow(context)
 
@@ -207,13 +211,21 @@ def ledger_metrics(context: RunContext) -> dict[str, float]:
 def _loads(context: RunContext, version: int) -> list[dict[str, Any]]:
     """What each engine measured when it loaded `version`."""
     found = [registered(context.store, f"engine-{i}") for i in range(context.config.inference.engines)]
-    return [load for service in found if service for load in service.facts.get("loads", []) if load["version"] == version]
+    return [
+        load
+        for service in found
+        if service
+        for load in service.facts.get("loads", [])
+        if load["version"] == version
+    ]
 
 
 def engine_metrics(loads: list[dict[str, Any]]) -> dict[str, float]:
     """The worst of the engines: parity with the trainer, and seconds of prefetch, pause and load."""
     names = {"parity": "engine/parity", "prefetch_s": "engine/prefetch_s", "pause_s": "engine/pause_s"}
-    measured = {out: [load[name] for load in loads if load.get(name) is not None] for name, out in names.items()}
+    measured = {
+        out: [load[name] for load in loads if load.get(name) is not None] for name, out in names.items()
+    }
     return {name: max(values) for name, values in measured.items() if values}
 
 

@@ -35,7 +35,9 @@ class StoreConfig(Section):
 class PolicyConfig(Section):
     """The model that is trained."""
 
-    model: str = Field("tiny", description="'tiny' (made by the project), a Hugging Face folder, or a hub name")
+    model: str = Field(
+        "tiny", description="'tiny' (made by the project), a Hugging Face folder, or a hub name"
+    )
     context_limit: int = Field(256, ge=8, description="longest trajectory, tokens")
     hidden_size: int = Field(128, ge=16, description="of the tiny policy")
     layers: int = Field(4, ge=1, description="of the tiny policy")
@@ -48,9 +50,13 @@ class TaskConfig(Section):
     """One task domain; `options` go to its environment's constructor."""
 
     name: str
-    weight: float = Field(1.0, gt=0, description="share of groups drawn from this task, relative to the others")
+    weight: float = Field(
+        1.0, gt=0, description="share of groups drawn from this task, relative to the others"
+    )
     max_action_tokens: int | None = Field(None, ge=1, description="default: what the environment says")
-    reward: str = Field("env_return", description="a registered reward, or your own as 'package.module:function'")
+    reward: str = Field(
+        "env_return", description="a registered reward, or your own as 'package.module:function'"
+    )
     options: dict[str, Any] = {}
 
 
@@ -68,7 +74,9 @@ class RolloutConfig(Section):
 class EnvironmentsConfig(Section):
     """Where environments run, and how long they may take."""
 
-    scheduler: str | None = Field(None, description="Dask scheduler address; default: a local cluster is started")
+    scheduler: str | None = Field(
+        None, description="Dask scheduler address; default: a local cluster is started"
+    )
     workers: int = Field(1, ge=1, description="Dask worker processes of the local cluster")
     slots: int = Field(64, ge=1, description="environments a worker holds at once (Dask resource 'env')")
     reset_deadline_s: float = Field(10.0, gt=0)
@@ -147,7 +155,9 @@ class WarmStartConfig(Section):
     steps: int = Field(110, ge=1, description="optimiser steps of the first round")
     round_steps: int = Field(30, ge=1, description="optimiser steps of each further round below the gate")
     max_rounds: int = Field(6, ge=1, description="rounds before the warm start fails")
-    restart_after: int = Field(3, ge=1, description="rounds below the gate after which it starts over, reseeded")
+    restart_after: int = Field(
+        3, ge=1, description="rounds below the gate after which it starts over, reseeded"
+    )
     batch_size: int = Field(64, ge=1, description="demonstrations an optimiser step")
     learning_rate: float = Field(1e-3, gt=0, lt=1)
     noise: float = Field(0.3, ge=0, le=1, description="share of the expert's moves replaced by random ones")
@@ -159,7 +169,9 @@ class WarmStartConfig(Section):
 class TrackingConfig(Section):
     """MLflow."""
 
-    mlflow_uri: str | None = Field(None, description="default: MLFLOW_TRACKING_URI, else SQLite in ROLLART_HOME")
+    mlflow_uri: str | None = Field(
+        None, description="default: MLFLOW_TRACKING_URI, else SQLite in ROLLART_HOME"
+    )
     experiment: str = "rollart"
     flush_deadline_s: float = Field(60.0, ge=0, description="longest wait for MLflow at the end of a run")
 
@@ -167,7 +179,11 @@ class TrackingConfig(Section):
 class RunConfig(Section):
     """One training run."""
 
-    name: str | None = Field(None, pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="default: made from the config's file name and the time")
+    name: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        description="default: made from the config's file name and the time",
+    )
     seed: int = Field(0, ge=0)
     iterations: int = Field(25, ge=1)
     placement: Literal["local"] = "local"
@@ -204,7 +220,9 @@ class RunConfig(Section):
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError("tasks|names a task twice|give each task one [[tasks]] table and set its weight")
-        missing = {"rollout", "train", "environment", "reward", "control"} - {pool.role for pool in self.pools}
+        missing = {"rollout", "train", "environment", "reward", "control"} - {
+            pool.role for pool in self.pools
+        }
         if missing:
             raise ValueError(
                 f"pools|no pool has the role {', '.join(sorted(missing))}|add a [[pools]] table for it, or leave"
@@ -236,7 +254,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     try:
         data = tomllib.loads(Path(path).read_text())
     except OSError as error:
-        raise UserError(str(path), f"cannot be read ({error.strerror})", "give the path of a TOML file") from None
+        raise UserError(
+            str(path), f"cannot be read ({error.strerror})", "give the path of a TOML file"
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(str(path), f"is not valid TOML: {error}", "correct the file") from None
     return parse_config(data, overrides)
@@ -257,7 +277,9 @@ def parse_config(data: dict[str, Any], overrides: list[str] | None = None) -> Ru
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key.strip():
-        raise UserError("--set", f"{override!r} is not key=value", "for example --set trainer.learning_rate=1e-4")
+        raise UserError(
+            "--set", f"{override!r} is not key=value", "for example --set trainer.learning_rate=1e-4"
+        )
     node: Any = data
     *parents, leaf = key.strip().split(".")
     for parent in parents:
@@ -266,9 +288,13 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         else:
             node = node.setdefault(parent, {})
         if not isinstance(node, dict | list):
-            raise UserError(f"--set {key}", f"{parent!r} is a value, not a table", "name a key inside a table")
+            raise UserError(
+                f"--set {key}", f"{parent!r} is a value, not a table", "name a key inside a table"
+            )
     if isinstance(node, list):
-        raise UserError(f"--set {key}", "names a list item", "name a key of the item, e.g. tasks.0.weight=2.0")
+        raise UserError(
+            f"--set {key}", "names a list item", "name a key of the item, e.g. tasks.0.weight=2.0"
+        )
     node[leaf] = _toml_value(value)
 
 
@@ -301,17 +327,23 @@ def _explain(error: Any) -> UserError:
         return UserError(setting, "is not a setting", hint)
     if error["type"] == "literal_error":
         given = error["input"]
-        nearest = difflib.get_close_matches(str(given), error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "), n=1)
+        nearest = difflib.get_close_matches(
+            str(given), error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "), n=1
+        )
         did = f" (did you mean {nearest[0]!r}?)" if nearest else ""
         return UserError(setting, f"{given!r} is unknown", f"use {error['ctx']['expected']}{did}")
     shown = json.dumps(error["input"], default=str)[:60]
     if (wanted := _WANTED.get(error["type"])) is not None:
         return UserError(setting, f"is {shown}, which is not {wanted}", f"give {wanted}")
     if (bound := _BOUNDS.get(error["type"])) is not None:
-        return UserError(setting, f"is {shown}, which is out of range", f"set it to {bound.format(**error['ctx'])}")
+        return UserError(
+            setting, f"is {shown}, which is out of range", f"set it to {bound.format(**error['ctx'])}"
+        )
     if error["type"] == "missing":
         return UserError(setting, "is missing", "add it")
-    return UserError(setting, f"{error['msg'][0].lower()}{error['msg'][1:]}, but it is {shown}", "correct the value")
+    return UserError(
+        setting, f"{error['msg'][0].lower()}{error['msg'][1:]}, but it is {shown}", "correct the value"
+    )
 
 
 # What pydantic's kinds of error mean in the words of a configuration file.

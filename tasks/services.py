@@ -61,7 +61,9 @@ class Registration:
     pid: int = field(default_factory=os.getpid)
     started_at: float = field(default_factory=time.time)
     heartbeat_at: float = 0.0
-    facts: dict[str, Any] = field(default_factory=dict)  # measurements, e.g. parity and pause times of each load
+    facts: dict[str, Any] = field(
+        default_factory=dict
+    )  # measurements, e.g. parity and pause times of each load
 
 
 class Registrar:
@@ -134,7 +136,9 @@ class Supervisor:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, name: str, argv: Sequence[str], env: dict[str, str] | None = None, restarts: int = 3) -> Service:
+    def add(
+        self, name: str, argv: Sequence[str], env: dict[str, str] | None = None, restarts: int = 3
+    ) -> Service:
         """Start a service; its output goes to `<folder>/logs/<name>.log`."""
         log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +202,9 @@ class Supervisor:
             self.on_death(service.name, code, tail(service.log), service.deaths > service.restarts)
 
     def _record(self) -> None:
-        ids = [identify(s.process.pid) for s in self.services.values() if s.process and s.process.poll() is None]
+        ids = [
+            identify(s.process.pid) for s in self.services.values() if s.process and s.process.poll() is None
+        ]
         path = self.folder / "processes.json"
         part = path.with_suffix(".part")
         part.write_text(json.dumps({"parent": this_process(), "children": [i for i in ids if i]}))

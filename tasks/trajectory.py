@@ -122,7 +122,8 @@ _SCALARS: dict[str, Any] = {
     "env_s": pa.float64(), "generate_s": pa.float64(),
 }  # fmt: skip
 _SCHEMA = pa.schema(
-    [(name, kind) for name, kind in _SCALARS.items()] + [(name, pa.list_(kind)) for name, (kind, _) in _ARRAYS.items()]
+    [(name, kind) for name, kind in _SCALARS.items()]
+    + [(name, pa.list_(kind)) for name, (kind, _) in _ARRAYS.items()]
 )
 
 
@@ -147,7 +148,9 @@ def decode(data: bytes) -> tuple[list[Trajectory], list[EpisodeFailure]]:
     scalars = {name: table.column(name).to_pylist() for name in _SCALARS}
     arrays = {name: _rows(table.column(name), dtype) for name, (_, dtype) in _ARRAYS.items()}
     columns: dict[str, list[Any]] = {**scalars, **arrays}
-    trajectories = [Trajectory(**{name: columns[name][row] for name in columns}) for row in range(table.num_rows)]
+    trajectories = [
+        Trajectory(**{name: columns[name][row] for name in columns}) for row in range(table.num_rows)
+    ]
     failures = json.loads((table.schema.metadata or {}).get(b"failures", b"[]"))
     return trajectories, [EpisodeFailure(**failure) for failure in failures]
 

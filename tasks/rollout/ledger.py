@@ -38,7 +38,12 @@ class Ledger:
         consumed: Iterable[GroupKey] = (),
         finished: Mapping[GroupKey, int] | None = None,
     ):
-        self.groups, self.redundancy, self.max_staleness, self.waves = groups, redundancy, max_staleness, waves
+        self.groups, self.redundancy, self.max_staleness, self.waves = (
+            groups,
+            redundancy,
+            max_staleness,
+            waves,
+        )
         self._entries: dict[GroupKey, _Entry] = {key: _Entry("consumed") for key in consumed}
         for key, oldest in (finished or {}).items():
             self._entries.setdefault(key, _Entry("finished", oldest))
@@ -81,7 +86,9 @@ class Ledger:
 
     def batch(self, k: int) -> list[GroupKey] | None:
         """The groups of batch `k`, oldest wave first, or None while too few fresh ones are finished."""
-        fresh = [key for key, e in sorted(self._entries.items()) if e.state == "finished" and self._fresh(e, k)]
+        fresh = [
+            key for key, e in sorted(self._entries.items()) if e.state == "finished" and self._fresh(e, k)
+        ]
         return fresh[: self.groups] if len(fresh) >= self.groups else None
 
     def consume(self, keys: Iterable[GroupKey]) -> None:
@@ -95,7 +102,9 @@ class Ledger:
         Returns the keys whose episodes are to be cancelled. Call it when the batch before `k` is closed.
         """
         stale = [
-            key for key, e in sorted(self._entries.items()) if e.state in ("running", "finished") and not self._fresh(e, k)
+            key
+            for key, e in sorted(self._entries.items())
+            if e.state in ("running", "finished") and not self._fresh(e, k)
         ]
         cancelled = [key for key in stale if self._entries[key].state == "running"]
         wanted = (self.waves - k) * self.groups  # groups that batches k, k + 1, ... still need

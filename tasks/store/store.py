@@ -257,7 +257,9 @@ def _filesystem(uri: str, endpoint_url: str | None) -> tuple[Any, str]:
     try:
         fs, root = fsspec.core.url_to_fs(uri, **options)
     except (ValueError, ImportError) as error:
-        raise UserError("store.root", f"{uri!r} cannot be opened ({error})", "use a folder or s3://bucket/prefix") from None
+        raise UserError(
+            "store.root", f"{uri!r} cannot be opened ({error})", "use a folder or s3://bucket/prefix"
+        ) from None
     return fs, str(root).rstrip("/")
 
 

@@ -109,7 +109,7 @@ class ShardedPolicy:
             self.engine.step()
         else:
             self.engine.step()
-            norm = self.engine.get_global_grad_norm()  # -1 if it is not finite
+            norm = self.engine.get_global_grad_norm()  # inf or -1 if it is not finite
         if not 0 <= float(norm) < math.inf:
             raise FloatingPointError("the gradient is not finite")
         return float(norm)

@@ -84,7 +84,7 @@ def test_every_batch_fills_once_within_the_bound_whatever_the_timing(groups, red
                 if wave not in opened:
                     ledger.open_wave(wave)
                     opened.add(wave)
-                running.update({key: version for key in ledger.dispatch(wave, version)})
+                running.update(dict.fromkeys(ledger.dispatch(wave, version), version))
         assert len(running) <= (alpha + 2) * (groups + redundancy) * 2
         event = data.draw(st.sampled_from(["finish", "finish", "finish", "fail", "restart"]))
         if event == "restart" and steps % 7 == 0:
