@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ def overhead(iterations: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     totals: list[float] = []
     parts: dict[str, list[float]] = {}
-    for before, record in zip(iterations, iterations[1:], strict=False):
+    for before, record in itertools.pairwise(iterations):
         gaps = idle_parts([*before["spans"], *record["spans"]], before["at"], record["at"])
         totals.append(sum(gaps.values()))
         for name, seconds in gaps.items():

@@ -96,7 +96,7 @@ def _take_write_locks_at_once() -> None:
         if configurations.SQLITE_BEGIN_MODE.get() is not None:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
 
-    configurations.AioSqliteConfiguration.begin_sqlite_stmt = begin  # type: ignore[method-assign]
+    configurations.AioSqliteConfiguration.begin_sqlite_stmt = begin  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

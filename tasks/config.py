@@ -283,10 +283,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     node: Any = data
     *parents, leaf = key.strip().split(".")
     for parent in parents:
-        if isinstance(node, list):
-            node = _list_item(node, parent, key)
-        else:
-            node = node.setdefault(parent, {})
+        node = _list_item(node, parent, key) if isinstance(node, list) else node.setdefault(parent, {})
         if not isinstance(node, dict | list):
             raise UserError(
                 f"--set {key}", f"{parent!r} is a value, not a table", "name a key inside a table"

@@ -121,10 +121,7 @@ _SCALARS: dict[str, Any] = {
     "reward": pa.float64(), "retries": pa.int64(), "started_at": pa.float64(), "ended_at": pa.float64(),
     "env_s": pa.float64(), "generate_s": pa.float64(),
 }  # fmt: skip
-_SCHEMA = pa.schema(
-    [(name, kind) for name, kind in _SCALARS.items()]
-    + [(name, pa.list_(kind)) for name, (kind, _) in _ARRAYS.items()]
-)
+_SCHEMA = pa.schema(list(_SCALARS.items()) + [(name, pa.list_(kind)) for name, (kind, _) in _ARRAYS.items()])
 
 
 def encode(trajectories: Sequence[Trajectory], failures: Iterable[EpisodeFailure] = ()) -> bytes:
