@@ -138,6 +138,17 @@ def api_key(store: Store) -> str:
     return path.read_text()
 
 
+def named(prefix: str) -> Callable[[], str]:
+    """A flow run's name: the prefix and the run's name, not its whole URI."""
+
+    def name() -> str:
+        from prefect.runtime import flow_run
+
+        return f"{prefix}-{flow_run.parameters['run'].rstrip('/').rsplit('/', 1)[-1]}"
+
+    return name
+
+
 @contextlib.contextmanager
 def on_pool(stage: str, config: RunConfig) -> Iterator[None]:
     """Flow runs and task runs started inside carry the stage's pool and hardware as Prefect tags."""

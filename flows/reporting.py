@@ -10,6 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import numpy as np
+from prefect import get_run_logger
 from prefect.artifacts import (
     acreate_link_artifact,
     acreate_progress_artifact,
@@ -106,12 +107,27 @@ async def _show_iteration(
     if k % context.config.evaluation.every == 0:
         await asyncio.to_thread(log_samples, context, k, trajectories[:: max(1, len(trajectories) // 8)])
     rows = [{"metric": name, "value": f"{value:.4g}"} for name, value in sorted(metrics.items())]
-    await acreate_table_artifact(rows, key=f"iteration-{_key(context.name)}", description=f"Iteration {k}")
+    await acreate_table_artifact(
+        rows, key=f"iteration-{_key(context.name)}", description=_headline(k, metrics)
+    )
     await aupdate_progress_artifact(
         _progress_artifacts[context.run], 100.0 * (k + 1) / context.config.iterations
     )
     if k == 0:
         await link_to_mlflow(context)
+
+
+def _headline(k: int, metrics: dict[str, float]) -> str:
+    """One iteration in one line: success by task and seconds by stage."""
+    success = ", ".join(
+        f"{n.removeprefix('success/')} success {v:.2f}"
+        for n, v in metrics.items()
+        if n.startswith("success/")
+    )
+    seconds = ", ".join(
+        f"{n.removeprefix('time/')} {v:.1f} s" for n, v in metrics.items() if n.startswith("time/")
+    )
+    return f"Iteration {k}: {success}; {seconds}"
 
 
 def report_run(context: RunContext) -> None:
@@ -150,6 +166,11 @@ def log_samples(context: RunContext, k: int, trajectories: list[Trajectory]) -> 
 async def report_evaluation(context: RunContext, record: dict[str, Any]) -> None:
     """Show an evaluation in Prefect, MLflow and the terminal view."""
     context.progress.evaluations = [*context.progress.evaluations, record]
+    for name, task in record["tasks"].items():
+        line = "version %d on held-out %s: success %.3f in %d episodes, %d failed"
+        get_run_logger().info(
+            line, record["version"], name, task["success"], task["episodes"], task["failed"]
+        )
     flat = {
         f"eval/{name}/{measure}": float(value)
         for name, task in record["tasks"].items()

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
+from prefect import tags
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from prefect.utilities.urls import url_for
@@ -50,7 +51,8 @@ async def in_session(run: str, endpoint_url: str | None, work: Work, *, training
     supervisor = Supervisor(work_folder(store), on_death(problems, progress.say))
     async with open_context(store, progress, supervisor) as context:
         context.problems = problems
-        return await _guarded(context, work, training)
+        with tags(f"run:{context.name}"):
+            return await _guarded(context, work, training)
 
 
 async def _guarded(context: RunContext, work: Work, training: bool) -> Any:

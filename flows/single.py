@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.context import RunContext
+from flows.context import RunContext, named
 from flows.evaluate import evaluate
 from flows.iteration import publish
 from flows.provision import provision
@@ -14,7 +14,7 @@ from flows.session import in_session
 from flows.warm_start import initial_policy
 
 
-@flow(name="warm-start-run", flow_run_name="warm-start-{run}", persist_result=False)
+@flow(name="warm-start-run", flow_run_name=named("warm-start"), persist_result=False)
 async def warm_start_run(run: str, endpoint_url: str | None = None) -> Any:
     """Make version 0 of a run and stop there; `train` continues it."""
 
@@ -26,7 +26,7 @@ async def warm_start_run(run: str, endpoint_url: str | None = None) -> Any:
     return await in_session(run, endpoint_url, work, training=False)
 
 
-@flow(name="evaluate-run", flow_run_name="evaluate-{run}-v{version}", persist_result=False)
+@flow(name="evaluate-run", flow_run_name=named("evaluate"), persist_result=False)
 async def evaluate_run(
     run: str,
     version: int,

@@ -12,7 +12,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.context import RunContext
+from flows.context import RunContext, named
 from flows.evaluate import evaluate
 from flows.iteration import iteration, publish
 from flows.provision import provision
@@ -24,7 +24,7 @@ from tasks.store import Store, layout
 from tasks.trajectory import decode
 
 
-@flow(name="train", flow_run_name="train-{run}", persist_result=False)
+@flow(name="train", flow_run_name=named("train"), persist_result=False)
 async def train(run: str, endpoint_url: str | None = None) -> Any:
     """Train the run whose resolved configuration is at `<run>/config.toml`, from wherever it stands."""
     return await in_session(run, endpoint_url, _train)

@@ -74,20 +74,28 @@ def test_the_deployment_runs_from_this_folder_and_asks_for_the_run(deployment: d
 
 
 def test_prepare_writes_the_configuration_starts_nothing_and_prints_the_command(tmp_path: Path) -> None:
-    outcome = rollart("train", "smoke", "--prepare", "--name", "prepared", home=tmp_path)
+    outcome = rollart("train", "smoke", "--prepare", "--name", "prepared", home=tmp_path, timeout=60)
     assert outcome.code == 0, outcome.err
     store = Store(str(tmp_path / "runs" / "prepared"))
     assert store.names("") == ["config.toml"]
     assert f"prefect deployment run train/train --param run={store.uri}\n" in outcome.out
     assert outcome.left == []
-    again = rollart("train", "smoke", "--prepare", "--name", "prepared", home=tmp_path)
+    again = rollart("train", "smoke", "--prepare", "--name", "prepared", home=tmp_path, timeout=60)
     assert again.code == 2
     assert "exists" in again.err
 
 
 def test_prepare_of_a_wrong_configuration_writes_nothing(tmp_path: Path) -> None:
     outcome = rollart(
-        "train", "smoke", "--prepare", "--set", "tasks.0.name=frozenlaek", "--name", "x", home=tmp_path
+        "train",
+        "smoke",
+        "--prepare",
+        "--set",
+        "tasks.0.name=frozenlaek",
+        "--name",
+        "x",
+        home=tmp_path,
+        timeout=60,
     )
     assert outcome.code == 2
     assert "frozenlake" in outcome.err
@@ -96,7 +104,7 @@ def test_prepare_of_a_wrong_configuration_writes_nothing(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_worker_trains_a_prepared_run_to_its_end(api: str, deployment: dict, tmp_path: Path) -> None:
-    prepared = rollart("train", "smoke", "--prepare", "--name", "tiny", *TINY_RUN, home=tmp_path)
+    prepared = rollart("train", "smoke", "--prepare", "--name", "tiny", *TINY_RUN, home=tmp_path, timeout=60)
     command = prepared.out.strip().splitlines()[-1].split()
     assert command[0] == "prefect"
     prefect(*command[1:])
