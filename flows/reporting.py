@@ -45,6 +45,8 @@ SHOWN = (
     "time",
 )  # of a metric's name, in the UI
 
+EVERY_ITERATION = ("rollout", "collect", "train", "publish", "weights")  # stages with a time at every step
+
 _progress_artifacts: dict[str, UUID] = {}
 
 
@@ -211,7 +213,7 @@ def rollout_metrics(trajectories: list[Trajectory], k: int) -> dict[str, float]:
 
 def time_metrics(spans: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds per stage, and the iteration's seconds in which no stage was working (the orchestration's own)."""
-    lanes: dict[str, float] = {}
+    lanes = dict.fromkeys(EVERY_ITERATION, 0.0)  # a wave that ran ahead is in the record before its own
     for span in spans:
         lanes[span["lane"]] = lanes.get(span["lane"], 0.0) + span["end"] - span["start"]
     return {f"time/{lane}": seconds for lane, seconds in lanes.items()}

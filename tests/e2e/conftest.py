@@ -56,7 +56,7 @@ def prefect_api(machine: Machine, finished: Finished) -> Iterator[str]:
 
 
 def _wait_for(url: str) -> None:
-    until = time.monotonic() + 180
+    until = time.monotonic() + 300
     while time.monotonic() < until:
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
