@@ -37,7 +37,7 @@ class Arithmetic(TextEnvironment):
     vocabulary = (*"0123456789", "_", "=", ";")
     max_turns = 1
 
-    def __init__(self, *, split: Split = "train", digits: int = 6, base: int = 2, instructions: bool = False):
+    def __init__(self, *, split: Split = "train", digits: int = 4, base: int = 3, instructions: bool = False):
         if not (isinstance(digits, int) and 1 <= digits <= 12):
             raise ValueError(f"digits must be 1 to 12, but it is {digits}")
         if not (isinstance(base, int) and 2 <= base <= 10):

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +66,10 @@ def _wait_for(url: str) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(0.3)
     raise AssertionError(f"{url} did not answer")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test here may wait for the shared run and for one of its own, on a machine that is busy."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(1500))

@@ -86,6 +86,7 @@ def test_it_registers_as_ready_with_its_version_and_leaves_no_process_on_sigterm
     assert (ready.status, ready.version, ready.kind) == ("ready", 3, "trainer")
     assert registered(store, "trainer").status == "stopped"
     assert code == 0
+    assert store.manifest("checkpoints/3")["steps"] == 6  # not due, but written on the signal
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 

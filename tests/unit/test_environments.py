@@ -181,7 +181,7 @@ def test_only_the_sum_counts_and_a_wrong_one_earns_nothing():
     sums.reset(5)
     right = sums.demonstrate(random.Random(0), 0.0)
     assert sums.step(" ; ".join(column[column.index("=") :] for column in right.split(" ; ")))[1] == 1.0
-    flipped = right[:-1] + str(1 - int(right[-1]))
+    flipped = right[:-1] + str((int(right[-1]) + 1) % 3)
     longer, shorter = f"{right} ; 0 0 0 = 0 0", right[: right.rindex(";")]
     for text in (flipped, longer, shorter, f"{right} ;", right.replace("=", "_", 1), "", ";", "="):
         assert sums.step(text)[1] == 0.0
