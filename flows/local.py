@@ -16,6 +16,7 @@ from tasks.store import Store
 # The terminal belongs to the view; everything is in the Prefect UI and in the services' logs.
 _QUIET_CONSOLE = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",  # it complains of what a stop request cancels
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
 }
@@ -46,7 +47,17 @@ def run_flow(
             progress.prefect_url = start_server(server).removesuffix("/api")
         return _run_until_stopped(kind, run, endpoint_url, progress, stop or threading.Event(), parameters)
     finally:
+        _send_logs()
         server.stop()
+
+
+def _send_logs() -> None:
+    """Hand Prefect what is queued while its server is there: later it would be an error on the terminal."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    for worker in (APILogWorker, EventsWorker):
+        worker.drain_all(timeout=2.0)
 
 
 def _end_leftovers(folder: Any, progress: Progress) -> None:
@@ -65,7 +76,6 @@ def _run_until_stopped(
     stop: threading.Event,
     parameters: dict[str, Any],
 ) -> Any:
-
     from flows.session import watch_progress
     from flows.single import evaluate_run, warm_start_run
     from flows.train import train
