@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tasks.store import Store
 
 CONFIGS = Path(__file__).parent.parent / "deployments" / "configs"
-HARD_EXIT_S = 15.0  # after a signal, the longest wait for the run to end its children in order
+HARD_EXIT_S = 12.0  # after a signal, the longest wait for the run to end its children in order
 
 
 class _Commands(click.Group):
@@ -438,23 +438,35 @@ def _watch(kind: str, store: Store, config: RunConfig, **parameters: Any) -> Non
 def _catch_signals(stop: threading.Event, progress: Progress) -> list[int]:
     """The first signal asks the run to stop in order; a second, or HARD_EXIT_S, ends this process at once.
 
-    Services notice that their parent is gone, so a hard exit leaves none behind either.
+    A hard exit leaves no service behind either.
     """
     received: list[int] = []
 
     def handle(number: int, _frame: Any) -> None:
         if received:
-            os._exit(128 + number)
+            _end_now(128 + number)
         received.append(number)
         progress.phase = "stopping; the run can be resumed (once more to end at once)"
         stop.set()
-        watchdog = threading.Timer(HARD_EXIT_S, lambda: os._exit(128 + number))
+        watchdog = threading.Timer(HARD_EXIT_S, _end_now, [128 + number])
         watchdog.daemon = True
         watchdog.start()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, handle)
     return received
+
+
+def _end_now(code: int) -> NoReturn:
+    """End this process and all its descendants at once: the store keeps what was finished."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            pass
+    os._exit(code)
 
 
 def main() -> None:
