@@ -96,8 +96,9 @@ async def gate(run: str, version: int) -> bool:
     context = live(run)
     settings = context.config.warm_start
     episodes = settings.gate_episodes
-    sampled = await run_episodes(run, version, episodes, temperature=1.0)
-    greedy = await run_episodes(run, version, episodes, temperature=0.0)
+    with on_pool("evaluate", context.config):
+        sampled = await run_episodes(run, version, episodes, temperature=1.0)
+        greedy = await run_episodes(run, version, episodes, temperature=0.0)
     verdicts = {
         name: sampled[name]["success"] >= settings.gate_success
         and greedy[name]["success"] >= settings.gate_greedy
