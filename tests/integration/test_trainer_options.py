@@ -256,7 +256,7 @@ def test_a_gradient_that_is_not_finite_fails_the_iteration_and_publishes_nothing
     ]  # ratios overflow
     store.put(layout.batch(0), {"batch.parquet": encode(impossible)}, k=0, objective="policy_gradient")
     with pytest.raises(FloatingPointError, match="gradient"):
-        worker.run()
+        worker._train(0)
     assert store.manifest(layout.weights(1)) is None and not store.exists(layout.trainer_metrics(0))
 
 
@@ -284,7 +284,7 @@ def test_the_kl_term_is_k3_to_version_0_and_enters_the_loss_by_its_coefficient(p
     rows = trained_rows(t.trajectories(store, 8, 4, 1, seed=101))
     new, old = (np.concatenate(oracle(store, v, rows, tmp_path / str(v))) for v in (1, 0))
     k3 = np.exp(old - new) - (old - new) - 1
-    assert metrics(store, 1)["train/kl_reference"] == pytest.approx(k3.mean(), rel=1e-2)
+    assert metrics(store, 1)["train/kl_reference"] == pytest.approx(k3.mean(), rel=2e-3)
     change = metrics(store, 1)["train/loss"] - metrics(plain, 1)["train/loss"]
     assert change == pytest.approx(0.5 * k3.mean(), rel=2e-2, abs=1e-7)
     assert distance(store, 2, plain) > 1e-6
