@@ -125,6 +125,9 @@ class TrainerConfig(Section):
     restarts: int = Field(3, ge=0, description="restarts after a death, with back-off, before the run fails")
 
 
+Correction = Literal["none", "truncated", "decoupled", "icepop", "dppo", "gspo"]
+
+
 class LossConfig(Section):
     """The policy-gradient objective."""
 
@@ -132,10 +135,17 @@ class LossConfig(Section):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.2, gt=0)
     normalisation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    correction: Literal["auto", "none", "truncated", "decoupled"] = Field(
+    correction: Literal["auto", Correction] = Field(
         "auto", description="off-policy correction; auto: none at max_staleness 0, decoupled from 1 on"
     )
-    truncation_cap: float = Field(2.0, gt=0, description="cap of the behaviour-to-proximal importance weight")
+    truncation_cap: float = Field(2.0, gt=0, description="truncated, decoupled: cap of the importance weight")
+    icepop_low: float = Field(0.5, gt=0, le=1, description="icepop: tokens below this weight are dropped")
+    icepop_high: float = Field(5.0, ge=1, description="icepop: tokens above this weight are dropped")
+    dppo_bound: float = Field(
+        0.2, gt=0, le=1, description="dppo: probability a token may move before it is dropped"
+    )
+    gspo_clip_low: float = Field(3e-4, gt=0, lt=1, description="gspo: clip of the sequence ratio, below 1")
+    gspo_clip_high: float = Field(4e-4, gt=0, description="gspo: clip of the sequence ratio, above 1")
     kl_coefficient: float = Field(0.0, ge=0, description="weight of the KL to the initial policy (version 0)")
     entropy_coefficient: float = Field(0.0, ge=0)
 
@@ -231,7 +241,7 @@ class RunConfig(Section):
         return self
 
     @property
-    def correction(self) -> Literal["none", "truncated", "decoupled"]:
+    def correction(self) -> Correction:
         """The off-policy correction in force: `auto` resolved from `max_staleness`."""
         if self.loss.correction == "auto":
             return "none" if self.rollout.max_staleness == 0 else "decoupled"

@@ -7,7 +7,7 @@ cut into micro-batches or ranks is the minibatch's loss, and its gradient does n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,8 +19,10 @@ class Surrogate:
     """Per-token results [N]: `loss` has a gradient, the others are measurements."""
 
     loss: Tensor
-    ratio: Tensor  # of the policy to the policy it is clipped against
+    ratio: Tensor  # of the policy to the policy it is compared with
     clipped: Tensor  # bool: the clip took the gradient away
+    weight: Tensor  # off-policy weight of the proximal policy over the behaviour policy, before its bound
+    masked: Tensor  # bool: the correction bounded that weight, or took the gradient away
 
 
 def ppo(logp: Tensor, proximal: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
@@ -29,8 +31,9 @@ def ppo(logp: Tensor, proximal: Tensor, advantages: Tensor, low: float, high: fl
     PPO, arXiv 1707.06347, equation 7; separate bounds ("clip-higher"): DAPO, arXiv 2503.14476, section 3.1.
     """
     ratio = torch.exp(logp - proximal.detach())
-    free, bounded = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
-    return Surrogate(-torch.minimum(free, bounded), ratio.detach(), (bounded < free).detach())
+    loss, clipped = _clip(ratio, advantages, low, high)
+    ratio = ratio.detach()
+    return Surrogate(loss, ratio, clipped, torch.ones_like(ratio), torch.zeros_like(clipped))
 
 
 def decoupled(
@@ -41,9 +44,61 @@ def decoupled(
     Decoupled PPO, arXiv 2110.00641, equation 7; for language models AReaL, arXiv 2505.24298, section 5.2. The
     weight is truncated as in V-trace (arXiv 1802.01561), so that a few stale tokens cannot carry the batch.
     """
-    weight = torch.exp(proximal - behaviour).clamp(max=cap).detach()
+    weight = torch.exp(proximal - behaviour).detach()
     surrogate = ppo(logp, proximal, advantages, low, high)
-    return Surrogate(weight * surrogate.loss, surrogate.ratio, surrogate.clipped)
+    return replace(
+        surrogate, loss=weight.clamp(max=cap) * surrogate.loss, weight=weight, masked=weight > cap
+    )
+
+
+def icepop(
+    logp: Tensor,
+    proximal: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    clip: tuple[float, float],
+    bounds: tuple[float, float],
+) -> Surrogate:
+    """PPO clipped against the proximal policy, weighted by w = proximal / behaviour, or 0 where w is outside `bounds`.
+
+    Two-sided masking: IcePop, arXiv 2510.18855, section 3 (double-sided masking of training-inference mismatch).
+    """
+    weight = torch.exp(proximal - behaviour).detach()
+    masked = (weight < bounds[0]) | (weight > bounds[1])
+    surrogate = ppo(logp, proximal, advantages, *clip)
+    loss = torch.where(masked, 0.0, weight) * surrogate.loss
+    return replace(surrogate, loss=loss, weight=weight, masked=masked)
+
+
+def dppo(logp: Tensor, behaviour: Tensor, advantages: Tensor, bound: float) -> Surrogate:
+    """-r A with r = exp(logp - behaviour), without the tokens that moved far already in the direction of A.
+
+    Far is |p - p_behaviour| > `bound`: the total variation of the binary choice of this token. Divergence PPO
+    with its binary TV mask, arXiv 2602.04879.
+    """
+    ratio = torch.exp(logp - behaviour)
+    moved = (torch.exp(logp) - torch.exp(behaviour)).detach()
+    masked = torch.where(advantages > 0, moved > bound, moved < -bound)
+    loss = torch.where(masked, 0.0, -ratio * advantages)
+    ratio = ratio.detach()
+    return Surrogate(loss, ratio, torch.zeros_like(masked), ratio, masked)
+
+
+def gspo(
+    logp: Tensor, behaviour: Tensor, advantages: Tensor, sequences: Tensor, low: float, high: float
+) -> Surrogate:
+    """PPO's clip on the ratio of whole sequences: s_i = exp(mean over its tokens of logp - behaviour).
+
+    `sequences` [N] says which sequence each token belongs to; all tokens of one are in the same call.
+    GSPO, arXiv 2507.18071, equations 5 and 7.
+    """
+    count = int(sequences.max()) + 1 if len(sequences) else 0
+    zeros = torch.zeros(count, dtype=logp.dtype, device=logp.device)
+    lengths = zeros.index_add(0, sequences, torch.ones_like(logp)).clamp(min=1)
+    ratio = torch.exp(zeros.index_add(0, sequences, logp - behaviour) / lengths)[sequences]
+    loss, clipped = _clip(ratio, advantages, low, high)
+    ratio = ratio.detach()
+    return Surrogate(loss, ratio, clipped, ratio, clipped)
 
 
 def truncated(logp: Tensor, behaviour: Tensor, advantages: Tensor, cap: float) -> Surrogate:
@@ -52,7 +107,14 @@ def truncated(logp: Tensor, behaviour: Tensor, advantages: Tensor, cap: float) -
     Truncated importance sampling of the policy gradient: IMPALA, arXiv 1802.01561, section 4.
     """
     ratio = torch.exp(logp - behaviour).detach()
-    return Surrogate(-ratio.clamp(max=cap) * advantages * logp, ratio, ratio > cap)
+    over = ratio > cap
+    return Surrogate(-ratio.clamp(max=cap) * advantages * logp, ratio, torch.zeros_like(over), ratio, over)
+
+
+def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """PPO's loss for a ratio, and where the clip took its gradient away."""
+    free, bounded = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+    return -torch.minimum(free, bounded), (bounded < free).detach()
 
 
 def k3(logp: Tensor, reference: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class MicroBatch:
     versions: Tensor
     advantages: Tensor
     weights: Tensor
+    sequences: Tensor  # which row of `tokens` each belongs to
 
 
 def sample(trajectory: Trajectory, advantage: float = 0.0) -> Sample | None:
@@ -110,4 +111,5 @@ def collate(samples: Sequence[Sample], weights: Sequence[float], device: torch.d
         versions=joined([s.versions for s in samples]),
         advantages=joined([np.repeat(np.array([s.advantage for s in samples], np.float32), counts)]),
         weights=joined([np.repeat(np.array(weights, np.float32), counts)]),
+        sequences=joined([np.repeat(np.arange(len(samples)), counts)]),
     )

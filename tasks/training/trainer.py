@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tasks.config import LossConfig, RunConfig
+from tasks.config import Correction, LossConfig, RunConfig
 from tasks.training import losses
 from tasks.training.batching import plan
 from tasks.training.model import Policy, ShardedPolicy
 from tasks.training.samples import MicroBatch, Sample, collate, policy_gradient_samples, sample
 from tasks.trajectory import Trajectory
 
+PROXIMAL = ("decoupled", "icepop")  # corrections that compare with the policy the batch began with
 Metrics = dict[str, float]
 Progress = Callable[[str], None]  # told what is being done before each step; may raise to stop
 
@@ -123,18 +124,19 @@ class Trainer:
         Groups without reward variance are left out before the forward pass, and of every denominator.
         `train/kl` is of the policy to the one that generated (k3), `train/kl_reference` to version 0 where
         the objective has that term. `train/logprob_mismatch_max` is over the generated tokens of version k
-        that were fed before the first update: those of the first minibatch, and with a decoupled correction
-        all of the trained ones.
+        that were fed before the first update: those of the first minibatch, and with a correction around a
+        proximal policy all of the trained ones. `train/masked_fraction` is of the tokens that the off-policy
+        correction bounds or drops, `train/clip_fraction` of those that the clip takes the gradient from.
         """
         trainer = self.config.trainer
         samples, without = policy_gradient_samples(trajectories, self.config.loss.advantage)
         random = np.random.default_rng(np.random.SeedSequence([self.config.seed, k % 2**32]))
         count = min(trainer.minibatches, len(samples))
         tally, norms, started, now = Tally(), [], time.perf_counter(), 0.0
-        tally.top(mismatch=0.0, ratio_max=0.0)
+        tally.top(mismatch=0.0, ratio_max=0.0, weight_max=0.0)
         proximal: dict[int, np.ndarray] = {}
         minibatches = np.array_split(random.permutation(len(samples)), count) if count else []
-        if self.config.correction == "decoupled":
+        if self.config.correction in PROXIMAL:
             # The minibatch that comes before any update needs none: its own log-probs are the proximal ones.
             later = minibatches if trainer.epochs > 1 else minibatches[1:]
             proximal = self._proximal(samples, later, k, tally, progress)
@@ -156,6 +158,8 @@ class Trainer:
             "train/clip_fraction": total.get("clipped", 0.0) / tokens,
             "train/ratio_mean": total.get("ratio", 0.0) / tokens if norms else 1.0,
             "train/ratio_max": total["ratio_max"] if norms else 1.0,
+            "train/masked_fraction": total.get("masked", 0.0) / tokens,
+            **_weight_metrics(total, tokens),
             "train/logprob_mismatch_max": total["mismatch"],
             "train/groups_without_variance": float(without),
         }
@@ -232,11 +236,15 @@ class Trainer:
                 generated=real.sum().item(),
                 entropy=entropy[real].sum().item(),
                 clipped=(result.clipped & real).sum().item(),
+                masked=(result.masked & real).sum().item(),
                 ratio=result.ratio[real].sum().item(),
+                weight=result.weight[real].sum().item(),
+                weight_squared=result.weight[real].square().sum().item(),
                 kl=losses.k3(logp, micro.behaviour)[real].sum().item(),
             )
             if real.any():
                 tally.top(ratio_max=result.ratio[real].max().item())
+                tally.top(weight_max=result.weight[real].max().item())
             if fresh is not None:
                 tally.top(mismatch=_mismatch(logp, micro, fresh))
 
@@ -309,16 +317,38 @@ class Trainer:
 
 
 def surrogate(
-    correction: str, loss: LossConfig, logp: Tensor, proximal: Tensor, micro: MicroBatch
+    correction: Correction, loss: LossConfig, logp: Tensor, proximal: Tensor, micro: MicroBatch
 ) -> losses.Surrogate:
     """The surrogate of the correction in force; see `losses` for each."""
-    bounds = (loss.clip_low, loss.clip_high)
-    if correction == "decoupled":
-        cap = loss.truncation_cap
-        return losses.decoupled(logp, proximal, micro.behaviour, micro.advantages, *bounds, cap)
-    if correction == "truncated":
-        return losses.truncated(logp, micro.behaviour, micro.advantages, loss.truncation_cap)
-    return losses.ppo(logp, micro.behaviour, micro.advantages, *bounds)
+    behaviour, advantages, clip = micro.behaviour, micro.advantages, (loss.clip_low, loss.clip_high)
+    match correction:
+        case "none":
+            return losses.ppo(logp, behaviour, advantages, *clip)
+        case "truncated":
+            return losses.truncated(logp, behaviour, advantages, loss.truncation_cap)
+        case "decoupled":
+            return losses.decoupled(logp, proximal, behaviour, advantages, *clip, loss.truncation_cap)
+        case "icepop":
+            bounds = (loss.icepop_low, loss.icepop_high)
+            return losses.icepop(logp, proximal, behaviour, advantages, clip, bounds)
+        case "dppo":
+            return losses.dppo(logp, behaviour, advantages, loss.dppo_bound)
+        case "gspo":
+            low, high = loss.gspo_clip_low, loss.gspo_clip_high
+            return losses.gspo(logp, behaviour, advantages, micro.sequences, low, high)
+
+
+def _weight_metrics(total: Metrics, tokens: float) -> Metrics:
+    """Mean, spread and maximum of the off-policy weights before their bound; 1, 0 and 1 if nothing was trained."""
+    if "weight" not in total:
+        return {"train/weight_mean": 1.0, "train/weight_std": 0.0, "train/weight_max": 1.0}
+    mean = total["weight"] / tokens
+    variance = max(0.0, total["weight_squared"] / tokens - mean**2)
+    return {
+        "train/weight_mean": mean,
+        "train/weight_std": math.sqrt(variance),
+        "train/weight_max": total["weight_max"],
+    }
 
 
 def _mismatch(logp: Tensor, micro: MicroBatch, k: int) -> float:

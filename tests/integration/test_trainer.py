@@ -52,6 +52,7 @@ def test_an_iteration_publishes_weights_and_every_metric(run):
     metrics = store.read_json("metrics/0.json")
     names = (
         "loss grad_norm kl entropy clip_fraction logprob_mismatch_max padding_fraction ratio_mean ratio_max tokens"
+        " masked_fraction weight_mean weight_std weight_max"
         " tokens_per_s learning_rate groups_without_variance sequences"
     )
     assert {f"train/{name}" for name in names.split()} | {"time/train", "time/publish"} <= set(metrics)

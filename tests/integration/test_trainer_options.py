@@ -298,25 +298,48 @@ def test_the_entropy_bonus_is_taken_off_the_loss_and_raises_entropy(plain, tmp_p
     assert metrics(store, 1)["train/entropy"] > metrics(plain, 1)["train/entropy"]
 
 
-@pytest.mark.parametrize("correction", ["truncated", "decoupled"])
+def per_token_loss(correction, logp, generated, advantage, lengths):
+    """Each correction's loss, and which tokens it bounds or drops, before any update: the policy is its own
+    proximal policy."""
+    ratio = np.exp(logp - generated)
+    if correction == "truncated":
+        return -np.minimum(ratio, 1.5) * advantage * logp, ratio > 1.5
+    if correction == "decoupled":
+        return -np.minimum(ratio, 1.5) * advantage, ratio > 1.5
+    if correction == "icepop":
+        out = (ratio < 0.8) | (ratio > 1.5)
+        return -np.where(out, 0, ratio) * advantage, out
+    if correction == "dppo":
+        moved = np.exp(logp) - np.exp(generated)
+        out = np.where(advantage > 0, moved > 0.005, moved < -0.005)
+        return -np.where(out, 0, ratio) * advantage, out
+    ends = np.cumsum(lengths)[:-1]  # gspo
+    means = [np.exp(part.mean()) for part in np.split(logp - generated, ends)]
+    whole = np.repeat(means, lengths)
+    bounded = np.clip(whole, 1 - 0.01, 1 + 0.02) * advantage
+    return -np.minimum(whole * advantage, bounded), bounded < whole * advantage
+
+
+@pytest.mark.parametrize("correction", ["truncated", "decoupled", "icepop", "dppo", "gspo"])
 def test_an_off_policy_correction_has_the_loss_of_its_formula(correction, tmp_path):
-    cap = 1.5
-    config = settings(trainer=ONE_STEP, loss={"correction": correction, "truncation_cap": cap})
+    bounds = {"icepop_low": 0.8, "icepop_high": 1.5, "dppo_bound": 0.005}
+    clips = {"gspo_clip_low": 0.01, "gspo_clip_high": 0.02}
+    config = settings(
+        trainer=ONE_STEP, loss={"correction": correction, "truncation_cap": 1.5, **bounds, **clips}
+    )
     store, _ = run(tmp_path / "run", config, 1, put_off_policy)
     rows = trained_rows(behaviour(t.trajectories(store, 8, 4, 0, seed=100), 2.0))
     logp = np.concatenate(oracle(store, 0, rows, tmp_path / "zero"))
     generated = np.concatenate([row.logprobs[row.loss_mask] for row in rows])
-    ratio = np.exp(logp - generated)
-    expected = np.minimum(ratio, cap) * advantages(rows)
-    if correction == "truncated":
-        loss, clipped, mean = -(expected * logp).mean(), (ratio > cap).mean(), ratio.mean()
-    else:  # before any update the policy is its own proximal policy
-        loss, clipped, mean = -expected.mean(), 0.0, 1.0
+    lengths = [row.generated_tokens for row in rows]
+    loss, masked = per_token_loss(correction, logp, generated, advantages(rows), lengths)
     found = metrics(store, 0)
-    assert found["train/loss"] == pytest.approx(loss, rel=1e-3, abs=1e-4)
-    assert found["train/clip_fraction"] == pytest.approx(clipped, abs=1e-6)
-    assert found["train/ratio_mean"] == pytest.approx(mean, rel=1e-4)
-    assert 0.1 < (ratio > cap).mean() < 0.9  # else the cap was not put to the test
+    assert found["train/loss"] == pytest.approx(loss.mean(), rel=1e-3, abs=1e-4)
+    assert found["train/masked_fraction"] == pytest.approx(masked.mean(), abs=1e-3)
+    if correction != "gspo":  # whose weights are of whole sequences
+        assert found["train/weight_mean"] == pytest.approx(np.exp(logp - generated).mean(), rel=1e-3)
+        assert found["train/weight_std"] == pytest.approx(np.exp(logp - generated).std(), rel=1e-2)
+    assert 0.05 < masked.mean() < 0.95  # else the bound was not put to the test
 
 
 def test_decoupled_measures_the_mismatch_of_all_tokens_before_the_first_update(tmp_path):

@@ -56,6 +56,50 @@ def test_truncated_has_the_capped_importance_weighted_policy_gradient(rows):
     assert logp.grad.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@given(tokens)
+def test_icepop_drops_tokens_whose_weight_is_outside_its_bounds_on_either_side(rows):
+    logp, proximal, behaviour, advantage = columns(rows)
+    weights = [math.exp(b - c) for _, b, c, _ in rows]
+    calibrated = [w if 0.5 <= w <= 5.0 else 0.0 for w in weights]
+    expected = [-m * clipped_objective(a, b, d) for m, (a, b, _, d) in zip(calibrated, rows, strict=True)]
+    result = losses.icepop(logp, proximal, behaviour, advantage, (LOW, HIGH), (0.5, 5.0))
+    assert result.loss.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert result.weight.tolist() == pytest.approx(weights)
+    assert result.masked.tolist() == [not 0.5 <= w <= 5.0 for w in weights]
+
+
+@given(tokens)
+def test_dppo_drops_tokens_whose_probability_moved_far_in_the_direction_of_their_advantage(rows):
+    logp, _, behaviour, advantage = columns(rows)
+    logp.requires_grad_()
+    result = losses.dppo(logp, behaviour, advantage, 0.2)
+    result.loss.sum().backward()
+    expected, masked = [], []
+    for a, _, c, d in rows:
+        ratio, far = math.exp(a - c), abs(math.exp(a) - math.exp(c)) > 0.2
+        drop = far and ((d > 0 and ratio > 1) or (d <= 0 and ratio < 1))
+        masked.append(drop)
+        expected.append(0.0 if drop else -ratio * d)
+    assert result.masked.tolist() == masked
+    assert result.loss.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert logp.grad.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)  # d(r A) / d logp = r A
+
+
+@given(st.lists(tokens, min_size=1, max_size=4), st.lists(st.floats(-3, 3), min_size=4, max_size=4))
+def test_gspo_is_the_clipped_objective_of_the_geometric_mean_ratio_of_each_sequence(sequences, advantages):
+    logp, _, behaviour, _ = columns([row for rows in sequences for row in rows])
+    lengths = torch.tensor([len(rows) for rows in sequences])
+    belongs = torch.repeat_interleave(torch.arange(len(sequences)), lengths)
+    advantage = torch.tensor(advantages, dtype=torch.float64)[belongs]
+    result = losses.gspo(logp, behaviour, advantage, belongs, LOW, HIGH)
+    weights = torch.tensor(losses.token_weights(lengths.numpy(), "sequence_mean", 0))[belongs]
+    total = 0.0
+    for rows, a in zip(sequences, advantages, strict=False):
+        ratio = math.prod(math.exp(x - c) for x, _, c, _ in rows) ** (1 / len(rows))
+        total += min(ratio * a, min(max(ratio, 1 - LOW), 1 + HIGH) * a)
+    assert float((weights * result.loss).sum()) == pytest.approx(-total / len(sequences), rel=1e-6, abs=1e-9)
+
+
 def test_a_clipped_token_carries_no_gradient_and_is_counted():
     logp = torch.tensor([0.0, 0.0, 0.0, 0.0], requires_grad=True)
     centre = torch.log(torch.tensor([1 / 1.4, 1 / 1.4, 1 / 0.7, 1 / 0.7]))  # ratios 1.4 and 0.7
@@ -72,6 +116,9 @@ def test_on_policy_every_correction_has_the_plain_policy_gradient():
         lambda x, b: losses.ppo(x, b, advantage, LOW, HIGH),
         lambda x, b: losses.decoupled(x, b, b, advantage, LOW, HIGH, CAP),
         lambda x, b: losses.truncated(x, b, advantage, CAP),
+        lambda x, b: losses.icepop(x, b, b, advantage, (LOW, HIGH), (0.5, 5.0)),
+        lambda x, b: losses.dppo(x, b, advantage, 0.2),
+        lambda x, b: losses.gspo(x, b, advantage, torch.arange(3), LOW, HIGH),
     ):
         logp = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
         correction(logp, logp.detach().clone()).loss.sum().backward()
