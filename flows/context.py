@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,9 +21,10 @@ from hardware.pools import pool_for
 from tasks.config import RunConfig, parse_config
 from tasks.errors import DeadlineExceeded
 from tasks.rollout.ledger import GroupKey, Ledger
+from tasks.rollout.slots import Slots
 from tasks.services import Supervisor, work_folder
 from tasks.store import Store, layout
-from tasks.trajectory import Group
+from tasks.trajectory import EpisodeFailure, Group, Trajectory
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -43,16 +44,24 @@ class RunContext:
     supervisor: Supervisor
     tracker: Tracker
     dask: Client | None = None
+    slots: Slots = field(default_factory=lambda: Slots(1))  # of the environments cluster
     ledger: Ledger | None = None
     served: int | None = None  # the lowest version that every ready engine serves
     finished: dict[GroupKey, Group] = field(
         default_factory=dict
     )  # finished groups that no batch consumed yet
-    cancel_episodes: dict[int, Callable[[list[GroupKey]], Awaitable[None]]] = field(
+    cancel_groups: dict[int, Callable[[list[GroupKey]], Awaitable[None]]] = field(
         default_factory=dict
     )  # by wave
     spans: list[dict[str, Any]] = field(default_factory=list)  # of the iteration in work
     failed_episodes: int = 0
+    wasted_tokens: int = (
+        0  # generated, and in no batch: of cancelled episodes, of spare and of expired groups
+    )
+    last_look: tuple[float, float] = field(
+        default_factory=lambda: (time.time(), 0.0)
+    )  # and slots.busy_s then
+    engines_busy: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine, at the last look
     problems: list[str] = field(default_factory=list)  # deaths of services, to be logged by the flow
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     changes: int = 0  # notifications so far: who compares them misses none between a look and a wait
@@ -77,6 +86,10 @@ class RunContext:
         """The client of the environments cluster; it exists once the services are provisioned."""
         assert self.dask is not None
         return self.dask
+
+    def waste(self, results: Iterable[Trajectory | EpisodeFailure]) -> None:
+        """Count the tokens of trajectories that no batch will consume."""
+        self.wasted_tokens += sum(r.generated_tokens for r in results if isinstance(r, Trajectory))
 
     async def notify(self) -> None:
         """Wake everything that waits for a change of the ledger or of the served version."""

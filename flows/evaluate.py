@@ -12,10 +12,9 @@ from prefect.cache_policies import NO_CACHE
 
 from flows import reporting
 from flows.context import RunContext, live, on_pool
-from flows.rollout import episode_job
+from flows.rollout import episode_pool
 from tasks.environments import environment_class
 from tasks.reward import score
-from tasks.rollout.dispatch import EpisodePool
 from tasks.rollout.waves import evaluation_specs
 from tasks.store import layout
 from tasks.trajectory import EpisodeFailure, Trajectory
@@ -55,7 +54,7 @@ async def run_episodes(
     specs = [spec for task in context.config.tasks for spec in evaluation_specs(task, episodes)]
     context.progress.episodes_done, context.progress.episodes_wanted = 0, len(specs)
     results: dict[str, list[Trajectory | EpisodeFailure]] = defaultdict(list)
-    pool = EpisodePool(context.cluster, episode_job(context, "held_out", temperature))
+    pool = episode_pool(context, "held_out", temperature)
     pool.submit(specs, priority=EVALUATION_PRIORITY)
     async for result in pool:
         results[result.task].append(result)

@@ -90,10 +90,12 @@ async def _close(context: RunContext, k: int, keys: list[GroupKey]) -> None:
     """The manifest of batch `k` is written: settle the ledger, cancel what batch `k + 1` cannot use."""
     context.groups.consume(keys)
     stale = context.groups.expire(k + 1)
-    for wave, cancel in list(context.cancel_episodes.items()):
+    for wave, cancel in list(context.cancel_groups.items()):
         if keys_of_wave := [key for key in stale if key[0] == wave]:
             await cancel(keys_of_wave)
     kept = context.groups.finished_keys()
+    for key in context.finished.keys() - kept - set(keys):
+        context.waste(context.finished[key].trajectories)
     context.finished = {key: group for key, group in context.finished.items() if key in kept}
     await context.notify()
 

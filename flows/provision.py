@@ -10,12 +10,14 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.context import API_KEY, RunContext, api_key, live, on_pool
 from tasks.errors import DeadlineExceeded, RunFailed
+from tasks.rollout.slots import CANCELLED, Slots
 from tasks.services import Registration, registered, tail
 from tasks.training.policy import publish_policy
 
@@ -45,9 +47,23 @@ async def provision(run: str, kinds: Sequence[str] = ALL, pin_version: int | Non
                 await start_service(run, kind, name, pin_version if kind == "engine" else None)
     await asyncio.gather(*(ready(context, kind, started_at) for kind in kinds if kind != "engine"))
     if "environments" in kinds:
-        from tasks.environments.cluster import connect
+        await connect_environments(context)
 
-        context.dask = await connect(context.store, asynchronous=True)
+
+async def connect_environments(context: RunContext) -> None:
+    """Connect to the environments cluster, and hear from it what cancelled episodes had generated."""
+    from tasks.environments.cluster import connect
+
+    settings = context.config.environments
+    context.slots = Slots(settings.workers * settings.slots)
+    context.dask = await connect(context.store, asynchronous=True)
+
+    def note(event: tuple[float, Any]) -> None:
+        _, said = event
+        if said["run"] == context.run:
+            context.wasted_tokens += said["tokens"]
+
+    context.dask.subscribe_topic(CANCELLED, note)
 
 
 def service_names(context: RunContext, kind: str) -> list[str]:

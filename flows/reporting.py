@@ -92,7 +92,8 @@ async def record_iteration(context: RunContext, k: int, trajectories: list[Traje
         **rollout_metrics(trajectories, k),
         **engine_metrics(loads),
         **{name: value for name, value in trainer.items() if not name.startswith("at/")},
-        **ledger_metrics(context),
+        **ledger_metrics(context, trajectories, k),
+        **lane_metrics(context, spans),
         **time_metrics(spans),
     }
     record = {"k": k, "metrics": metrics, "spans": spans}
@@ -194,21 +195,27 @@ def rollout_metrics(trajectories: list[Trajectory], k: int) -> dict[str, float]:
         metrics[f"success/{name}"] = _mean([t.success for t in mine])
         metrics[f"turns/{name}"] = _mean([t.turns for t in mine])
         metrics[f"episodes/{name}"] = float(len(mine))
-    staleness = [k - t.oldest_version for t in trajectories]
     span = max(t.ended_at for t in trajectories) - min(t.started_at for t in trajectories)
     generated = sum(t.generated_tokens for t in trajectories)
     return {
         **metrics,
-        "staleness/mean": _mean(staleness),
-        "staleness/max": float(max(staleness)),
+        **staleness_metrics([k - t.oldest_version for t in trajectories]),
         "tokens/generated": float(generated),
         "tokens/total": float(sum(len(t.tokens) for t in trajectories)),
         "tokens/generated_per_s": generated / max(span, 1e-9),
         "episodes/truncated": float(sum(t.truncated for t in trajectories)),
         "episodes/retried": float(sum(t.retries > 0 for t in trajectories)),
+        "episodes/updated_in_flight": float(sum(t.versions_used > 1 for t in trajectories)),
         "rollout/environment_s": sum(t.env_s for t in trajectories),
         "rollout/generate_s": sum(t.generate_s for t in trajectories),
+        "rollout/score_s": sum(t.score_s for t in trajectories),
     }
+
+
+def staleness_metrics(staleness: list[int]) -> dict[str, float]:
+    """Mean, maximum, and the histogram as the share of trajectories at each staleness."""
+    shares = {f"staleness/share_{n}": staleness.count(n) / len(staleness) for n in range(max(staleness) + 1)}
+    return {"staleness/mean": _mean(staleness), "staleness/max": float(max(staleness)), **shares}
 
 
 def time_metrics(spans: list[dict[str, Any]]) -> dict[str, float]:
@@ -219,28 +226,64 @@ def time_metrics(spans: list[dict[str, Any]]) -> dict[str, float]:
     return {f"time/{lane}": seconds for lane, seconds in lanes.items()}
 
 
-def ledger_metrics(context: RunContext) -> dict[str, float]:
-    """Groups replaced and dispatched again so far, failed episodes, groups in flight."""
+def ledger_metrics(context: RunContext, trajectories: list[Trajectory], k: int) -> dict[str, float]:
+    """Where the groups of batch `k` came from; groups in flight now; what was lost since this start of the run."""
     groups = context.groups
+    waves = [wave for wave, _ in {(t.wave, t.group) for t in trajectories}]
     return {
-        "groups/replaced": float(groups.failures),
-        "groups/expired": float(groups.expired),
+        "groups/carried_over": float(sum(wave < k for wave in waves)),
+        "groups/ahead": float(sum(wave > k for wave in waves)),
         "groups/in_flight": float(groups.count("running")),
         "groups/waiting": float(groups.count("finished")),
+        "groups/replaced": float(groups.failures),
+        "groups/redispatched": float(groups.expired),
+        "groups/cancelled": float(groups.dropped + groups.expired),
         "episodes/failed": float(context.failed_episodes),
+        "tokens/wasted": float(context.wasted_tokens),
     }
+
+
+def lane_metrics(context: RunContext, spans: list[dict[str, Any]]) -> dict[str, float]:
+    """The idle share of each lane since the last record, and the episodes in flight on average."""
+    now, slots = time.time(), context.slots
+    at, busy_s = context.last_look
+    context.last_look = (now, slots.busy_s)
+    seconds = max(now - at, 1e-9)
+    worked = sum(
+        min(s["end"], now) - max(s["start"], at)
+        for s in spans
+        if s["lane"] in ("train", "publish") and s["end"] > at
+    )
+    in_use = (slots.busy_s - busy_s) / seconds
+    return {
+        "idle/trainer": 1 - min(1.0, worked / seconds),
+        "idle/environments": 1 - min(1.0, in_use / slots.total),
+        "in_flight/episodes": in_use,
+        **_engine_idle(context),
+    }
+
+
+def _engine_idle(context: RunContext) -> dict[str, float]:
+    """The share of time in which an engine had no request, by its own count between two heartbeats."""
+    shares = []
+    for name, now in _engine_facts(context, "busy").items():
+        before = context.engines_busy.get(name, now)
+        if now["at"] > before["at"]:
+            shares.append(1 - (now["busy_s"] - before["busy_s"]) / (now["at"] - before["at"]))
+        context.engines_busy[name] = now
+    return {"idle/engine": _mean(shares)} if shares else {}
+
+
+def _engine_facts(context: RunContext, fact: str) -> dict[str, Any]:
+    """A fact of each engine's registration, by the engine's name."""
+    found = [registered(context.store, f"engine-{i}") for i in range(context.config.inference.engines)]
+    return {service.name: service.facts[fact] for service in found if service and fact in service.facts}
 
 
 def _loads(context: RunContext, version: int) -> list[dict[str, Any]]:
     """What each engine measured when it loaded `version`."""
-    found = [registered(context.store, f"engine-{i}") for i in range(context.config.inference.engines)]
-    return [
-        load
-        for service in found
-        if service
-        for load in service.facts.get("loads", [])
-        if load["version"] == version
-    ]
+    found = _engine_facts(context, "loads").values()
+    return [load for loads in found for load in loads if load["version"] == version]
 
 
 def engine_metrics(loads: list[dict[str, Any]]) -> dict[str, float]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections.abc import Callable
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.context import RunContext, live, on_pool
+from tasks.config import TaskConfig
 from tasks.environments import Split
 from tasks.errors import RunFailed
 from tasks.reward import score
@@ -21,7 +22,7 @@ from tasks.rollout.dispatch import EpisodeJob, EpisodePool
 from tasks.rollout.ledger import GroupKey
 from tasks.rollout.waves import group_specs
 from tasks.store import layout
-from tasks.trajectory import EpisodeFailure, Group, Trajectory, encode
+from tasks.trajectory import EpisodeFailure, EpisodeSpec, Group, Trajectory, encode
 
 MAX_FAILED_GROUPS = 3  # times the groups of a batch: then the environments are broken, not unlucky
 
@@ -45,26 +46,35 @@ async def run_wave(run: str, wave: int) -> None:
     """Run the wave's episodes on the Dask cluster until all its groups are settled."""
     context = live(run)
     context.groups.open_wave(wave)
-    temperature = context.config.rollout.temperature
-    await _Wave(context, wave, EpisodePool(context.cluster, episode_job(context, "train", temperature))).run()
+    await _Wave(context, wave).run()
 
 
-def episode_job(context: RunContext, split: Split, temperature: float) -> EpisodeJob:
-    """What all episodes of a wave or an evaluation have in common."""
-    return EpisodeJob(context.store.uri, context.store.endpoint_url, temperature, split)
+def episode_pool(
+    context: RunContext,
+    split: Split,
+    temperature: float,
+    on_start: Callable[[EpisodeSpec], None] = lambda spec: None,
+) -> EpisodePool:
+    """Episodes of a wave or an evaluation, on the run's cluster."""
+    rollout = context.config.rollout
+    lockstep = (rollout.groups, rollout.group_size) if (rollout.barrier, split) == ("turn", "train") else None
+    job = EpisodeJob(context.store.uri, context.store.endpoint_url, temperature, split, lockstep=lockstep)
+    return EpisodePool(context.cluster, job, context.slots, on_start)
 
 
 class _Wave:
     """The groups of one wave in flight."""
 
-    def __init__(self, context: RunContext, wave: int, episodes: EpisodePool):
-        self.context, self.wave, self.episodes = context, wave, episodes
-        self.results: dict[GroupKey, list[Trajectory | EpisodeFailure]] = defaultdict(list)
+    def __init__(self, context: RunContext, wave: int):
+        self.context, self.wave, self.settings = context, wave, context.config.rollout
+        self.episodes = episode_pool(context, "train", self.settings.temperature, self._started)
+        self.results: dict[GroupKey, list[Trajectory | EpisodeFailure]] = {}  # of the groups in flight
+        self.held: list[Trajectory | EpisodeFailure] = []  # with a barrier at every turn: not scored yet
         self.logger = get_run_logger()
         self.started_at = 0.0
 
     async def run(self) -> None:
-        self.context.cancel_episodes[self.wave] = self.cancel
+        self.context.cancel_groups[self.wave] = self.cancel
         receiver = asyncio.create_task(self._receive())
         try:
             while True:
@@ -73,14 +83,14 @@ class _Wave:
                     break
                 await self._wait_for_change(receiver, seen)
         finally:
-            del self.context.cancel_episodes[self.wave]
+            del self.context.cancel_groups[self.wave]
             receiver.cancel()
             await self.episodes.close()
 
     async def cancel(self, keys: list[GroupKey]) -> None:
         """Stop the episodes of groups that are not wanted any more."""
         for key in keys:
-            self.results.pop(key, None)
+            self.context.waste(self.results.pop(key, []))
         await self.episodes.cancel([spec for key in keys for spec in group_specs(self.context.config, *key)])
 
     def _dispatch(self) -> list[GroupKey]:
@@ -88,14 +98,23 @@ class _Wave:
         assert served is not None
         if not self.context.groups.admits(self.wave, served):
             return []
-        keys = self.context.groups.dispatch(self.wave, served)
+        keys = self.context.groups.dispatch(self.wave)
         for key in keys:
+            self.results[key] = []
             self.episodes.submit(group_specs(self.context.config, *key))
         if keys:
             self.started_at = self.started_at or time.time()
             progress = self.context.progress
-            progress.episodes_wanted += len(keys) * self.context.config.rollout.group_size
+            progress.episodes_wanted += len(keys) * self._group_episodes
         return keys
+
+    def _started(self, spec: EpisodeSpec) -> None:
+        assert self.context.served is not None
+        self.context.groups.start((spec.wave, spec.group), self.context.served)
+
+    @property
+    def _group_episodes(self) -> int:
+        return self.settings.group_size + self.settings.spare_episodes
 
     async def _wait_for_change(self, receiver: asyncio.Task[None], seen: int) -> None:
         async def changed() -> None:
@@ -111,26 +130,47 @@ class _Wave:
             change.cancel()
 
     async def _receive(self) -> None:
-        while True:
-            result = await self.episodes.next()
-            self.context.progress.episodes_done += 1
-            key = (result.wave, result.group)
-            self.results[key].append(self._scored(result))
-            if isinstance(result, EpisodeFailure):
-                self.context.failed_episodes += 1
-                self.logger.warning(
-                    "episode %s of group %s failed in %s: %s", result.index, key, result.stage, result.reason
-                )
-            if len(self.results[key]) == self.context.config.rollout.group_size:
-                await self._finish(key, self.results.pop(key))
+        """Score each trajectory the moment it ends, while its siblings still run."""
+        async with asyncio.TaskGroup() as scoring:
+            while True:
+                result = await self.episodes.next()
+                self.context.progress.episodes_done += 1
+                if isinstance(result, EpisodeFailure):
+                    self._note_failure(result)
+                self.held.append(result)
+                if self.settings.barrier == "turn" and self.episodes.in_flight:
+                    continue
+                for ended in self.held:
+                    scoring.create_task(self._take(ended))
+                self.held = []
 
-    def _scored(self, result: Trajectory | EpisodeFailure) -> Trajectory | EpisodeFailure:
-        """A trajectory is scored the moment it ends, while its siblings still run."""
-        if isinstance(result, EpisodeFailure):
-            return result
-        return result.scored(score(result, self.context.config.task(result.task)))
+    def _note_failure(self, failure: EpisodeFailure) -> None:
+        self.context.failed_episodes += 1
+        key = (failure.wave, failure.group)
+        self.logger.warning(
+            "episode %s of group %s failed in %s: %s", failure.index, key, failure.stage, failure.reason
+        )
+
+    async def _take(self, result: Trajectory | EpisodeFailure) -> None:
+        """Score a result and put it to its group; the group is finished by enough trajectories."""
+        if isinstance(result, Trajectory):
+            result = await asyncio.to_thread(scored, result, self.context.config.task(result.task))
+        key = (result.wave, result.group)
+        members = self.results.get(key)
+        if members is None:  # cancelled meanwhile, or enough others were faster
+            self.context.waste([result])
+            return
+        members.append(result)
+        good = [member for member in members if isinstance(member, Trajectory)]
+        if len(good) == self.settings.group_size or len(members) == self._group_episodes:
+            del self.results[key]
+            await self.episodes.cancel(
+                group_specs(self.context.config, *key)
+            )  # the slowest, if there are spare ones
+            await self._finish(key, members)
 
     async def _finish(self, key: GroupKey, results: list[Trajectory | EpisodeFailure]) -> None:
+        groups = self.context.groups
         trajectories = sorted((r for r in results if isinstance(r, Trajectory)), key=lambda t: t.index)
         failures = [r for r in results if isinstance(r, EpisodeFailure)]
         if len(trajectories) < 2:  # nothing to compare with
@@ -139,9 +179,12 @@ class _Wave:
             group = Group(*key, trajectories, failures)
             data = encode(trajectories, failures)
             await asyncio.to_thread(self.context.store.write, layout.group(*key), data)
-            if self.context.groups.finish(key, group.oldest_version):
+            if groups.finish(key, group.oldest_version):
                 self.context.finished[key] = group
-        if not self.context.groups.open(self.wave):
+            else:
+                self.context.waste(results)
+            await self.cancel(groups.losers(self.wave))
+        if not groups.open(self.wave):
             self.context.spans.append(
                 {"lane": "rollout", "name": f"wave {self.wave}", "start": self.started_at, "end": time.time()}
             )
@@ -150,9 +193,15 @@ class _Wave:
     def _replace(self, key: GroupKey, failures: list[EpisodeFailure]) -> None:
         replacement = self.context.groups.fail(key)
         self.logger.warning("group %s has too few trajectories and is replaced by %s", key, replacement)
-        if self.context.groups.failures > MAX_FAILED_GROUPS * self.context.config.rollout.groups:
+        if self.context.groups.failures > MAX_FAILED_GROUPS * self.settings.groups:
             last = failures[-1]
             raise RunFailed(
                 f"{self.context.groups.failures} groups failed; the last episode failed in {last.stage}: {last.reason}",
                 look_at=f"environment {last.task!r} with seed {last.seed}",
             )
+
+
+def scored(trajectory: Trajectory, task: TaskConfig) -> Trajectory:
+    """The trajectory with its reward."""
+    started = time.perf_counter()
+    return trajectory.scored(score(trajectory, task), time.perf_counter() - started)

@@ -41,18 +41,23 @@ async def _train(context: RunContext) -> dict[str, str]:
     if not await asyncio.to_thread(context.store.exists, layout.evaluation(0)) and first == 0:
         await evaluate(context.run, 0)
     context.spans.clear()  # the records of iterations hold their own stages only
-    async with asyncio.TaskGroup() as lanes:
-        lanes.create_task(rollout_lane(context, first))
-        await training_lane(context, first)
-        context.groups.close()
-        await context.notify()
+    await lanes(context, first, context.config.iterations)
     return {"plots": f"{context.run}/plots"}  # drawn when the session closes
 
 
-async def rollout_lane(context: RunContext, first: int) -> None:
+async def lanes(context: RunContext, first: int, last: int) -> None:
+    """Iterations `first` to `last - 1`: the rollout lane and the training lane, side by side."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(rollout_lane(context, first, last))
+        await training_lane(context, first, last)
+        context.groups.close()
+        await context.notify()
+
+
+async def rollout_lane(context: RunContext, first: int, last: int) -> None:
     """Open a flow for every wave, one wave before it may be dispatched, so that its start costs no time."""
     async with asyncio.TaskGroup() as waves:
-        for wave in [*context.groups.short_waves(first), *range(first, context.config.iterations)]:
+        for wave in [*context.groups.short_waves(first), *range(first, last)]:
             await context.wait_until(
                 lambda wave=wave: context.groups.admits(wave - 1, context.served or 0),  # type: ignore[misc]
                 2 * context.config.trainer.step_deadline_s,
@@ -62,9 +67,9 @@ async def rollout_lane(context: RunContext, first: int) -> None:
             waves.create_task(rollout(context.run, wave))
 
 
-async def training_lane(context: RunContext, first: int) -> None:
+async def training_lane(context: RunContext, first: int, last: int) -> None:
     """Consume the batches in order."""
-    for k in range(first, context.config.iterations):
+    for k in range(first, last):
         await iteration(context.run, k)
 
 
@@ -95,7 +100,7 @@ def restore_ledger(context: RunContext) -> Ledger:
         settings.groups,
         settings.redundancy,
         settings.max_staleness,
-        context.config.iterations,
+        settings.barrier != "none",
         consumed,
         finished,
     )

@@ -66,7 +66,17 @@ class RolloutConfig(Section):
     groups: int = Field(32, ge=1, description="groups a batch consumes")
     group_size: int = Field(8, ge=1, description="trajectories a group")
     max_staleness: int = Field(0, ge=0, description="alpha; 0 is on-policy")
-    redundancy: int = Field(0, ge=0, description="spare groups dispatched with every wave")
+    redundancy: int = Field(
+        0, ge=0, description="spare groups a wave; the slowest are cancelled, not waited for"
+    )
+    spare_episodes: int = Field(
+        0, ge=0, description="spare episodes a group; the slowest are cancelled, not waited for"
+    )
+    barrier: Literal["none", "wave", "turn"] = Field(
+        "none",
+        description="what an episode waits for: nothing; the wave before its own; or, at every turn, all others of its"
+        " wave. The last two are what `rollart bench async` compares with",
+    )
     temperature: float = Field(1.0, gt=0, description="sampling temperature of training episodes")
     wave_deadline_s: float = Field(1800, gt=0, description="longest wait for a batch's groups")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -33,7 +34,7 @@ class EpisodeSpec:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A whole episode, token in, token out. Arrays have shape [T]."""
+    """A whole episode, token in, token out. Arrays have shape [T], but `calls`."""
 
     task: str
     seed: int
@@ -54,6 +55,11 @@ class Trajectory:
     ended_at: float = 0.0
     env_s: float = 0.0  # seconds inside reset and step
     generate_s: float = 0.0  # seconds waiting for the engine
+    calls: np.ndarray = field(
+        default_factory=lambda: np.empty(0)
+    )  # float64 [2 x turns]: when each call to the engine began and ended, seconds since the epoch
+    scored_at: float = 0.0  # when its reward was known
+    score_s: float = 0.0  # seconds the reward took
 
     @property
     def oldest_version(self) -> int:
@@ -61,13 +67,18 @@ class Trajectory:
         return int(self.versions[self.loss_mask].min()) if self.loss_mask.any() else NOT_GENERATED
 
     @property
+    def versions_used(self) -> int:
+        """How many versions generated it: more than one if the weights changed while it ran."""
+        return len(np.unique(self.versions[self.loss_mask]))
+
+    @property
     def generated_tokens(self) -> int:
         """How many tokens the policy generated."""
         return int(self.loss_mask.sum())
 
-    def scored(self, reward: float) -> Trajectory:
-        """The same trajectory with its reward."""
-        return replace(self, reward=reward)
+    def scored(self, reward: float, seconds: float = 0.0) -> Trajectory:
+        """The same trajectory with its reward, which took `seconds` and is known now."""
+        return replace(self, reward=reward, score_s=seconds, scored_at=time.time())
 
 
 @dataclass(frozen=True)
@@ -114,12 +125,13 @@ _ARRAYS: dict[str, Any] = {
     "loss_mask": (pa.bool_(), np.bool_),
     "logprobs": (pa.float32(), np.float32),
     "versions": (pa.int32(), np.int32),
+    "calls": (pa.float64(), np.float64),
 }
 _SCALARS: dict[str, Any] = {
     "task": pa.string(), "seed": pa.int64(), "wave": pa.int64(), "group": pa.int64(), "index": pa.int64(),
     "turns": pa.int64(), "env_reward": pa.float64(), "success": pa.bool_(), "truncated": pa.bool_(),
     "reward": pa.float64(), "retries": pa.int64(), "started_at": pa.float64(), "ended_at": pa.float64(),
-    "env_s": pa.float64(), "generate_s": pa.float64(),
+    "env_s": pa.float64(), "generate_s": pa.float64(), "scored_at": pa.float64(), "score_s": pa.float64(),
 }  # fmt: skip
 _SCHEMA = pa.schema(list(_SCALARS.items()) + [(name, pa.list_(kind)) for name, (kind, _) in _ARRAYS.items()])
 

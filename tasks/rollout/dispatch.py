@@ -1,9 +1,10 @@
 """Episodes as Dask futures: what is sent, what runs on a worker, and the stream of results.
 
 Prefect sees stages, Dask sees episodes. A future carries one small EpisodeSpec and one small EpisodeJob; the
-rest (configuration, tokenizer, engine client) each worker reads from the store once. Episodes of older waves
-go first. A worker that dies costs a retry of its episodes: Dask runs them again elsewhere, and after several
-deaths under one episode that episode counts as failed.
+rest (configuration, tokenizer, engine client) each worker reads from the store once. All pools of a run share
+the cluster's slots, and an episode is handed to Dask when there is a slot for it: those of older waves first. A
+worker that dies costs a retry of its episodes: Dask runs them again elsewhere, and after several deaths under
+one episode that episode counts as failed.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 import importlib
+import math
 import os
 import secrets
 import threading
 import time
 import tomllib
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +32,9 @@ from tasks.environments.cluster import SLOT
 from tasks.environments.deadline import abandoned_calls
 from tasks.errors import UserError
 from tasks.rollout.chat import ChatRenderer
-from tasks.rollout.episode import Generate, Generated, run_episode
+from tasks.rollout.episode import EpisodeCancelled, Generate, Generated, run_episode
+from tasks.rollout.lockstep import turn_barrier
+from tasks.rollout.slots import CANCELLED, Slots
 from tasks.services import registered
 from tasks.store import Store, layout
 from tasks.trajectory import EpisodeFailure, EpisodeSpec, Trajectory
@@ -46,7 +50,7 @@ class EpisodeJob:
     """What the episodes of a pool have in common.
 
     `engine` names a function `(store, config) -> Generate` as `package.module:function`; it is called once a
-    worker process.
+    worker process. `lockstep` is (groups, group_size) of a wave whose episodes wait for each other at every turn.
     """
 
     store_uri: str
@@ -54,6 +58,7 @@ class EpisodeJob:
     temperature: float = 1.0
     split: Split = "train"
     engine: str = "tasks.rollout.dispatch:engine_client"
+    lockstep: tuple[int, int] | None = None
 
 
 def engine_client(store: Store, config: RunConfig) -> Generate:
@@ -135,24 +140,32 @@ def _setup(job: EpisodeJob) -> _Setup:
 def run_on_worker(spec: EpisodeSpec, job: EpisodeJob) -> Result:
     """One episode, as a Dask task."""
     setup = _setup(job)
-    task = next(task for task in setup.config.tasks if task.name == spec.task)
+    config = setup.config
+    task = next(task for task in config.tasks if task.name == spec.task)
     worker, key = get_worker(), thread_state.key
+    with turn_barrier(job.store_uri, job.lockstep, spec) as wait_for_others:
 
-    def cancelled() -> bool:
-        state = worker.state.tasks.get(key)
-        return state is None or state.state == "cancelled"
+        def before_turn() -> None:
+            wait_for_others()
+            state = worker.state.tasks.get(key)
+            if state is None or state.state == "cancelled":
+                raise EpisodeCancelled
 
-    result = run_episode(
-        spec,
-        task,
-        setup.config.environments,
-        setup.generate,
-        setup.chat,
-        context_limit=setup.config.policy.context_limit,
-        temperature=job.temperature,
-        split=job.split,
-        cancelled=cancelled,
-    )
+        try:
+            result = run_episode(
+                spec,
+                task,
+                config.environments,
+                setup.generate,
+                setup.chat,
+                context_limit=config.policy.context_limit,
+                temperature=job.temperature,
+                split=job.split,
+                before_turn=before_turn,
+            )
+        except EpisodeCancelled as cancelled:
+            worker.log_event(CANCELLED, {"run": job.store_uri, "tokens": cancelled.tokens})
+            raise
     if abandoned_calls() > MAX_ABANDONED:
         _replace_worker(worker)
     return result
@@ -174,17 +187,23 @@ class EpisodePool:
 
         pool.submit(specs)
         async for result in pool: ...
+
+    `on_start` hears of the episodes that are handed to Dask.
     """
 
-    def __init__(self, client: Client, job: EpisodeJob):
-        self._client, self._job = client, job
+    def __init__(
+        self,
+        client: Client,
+        job: EpisodeJob,
+        slots: Slots,
+        on_start: Callable[[EpisodeSpec], None] = lambda spec: None,
+    ):
+        self._client, self._job, self._slots, self._on_start = client, job, slots, on_start
         self._loop = asyncio.get_running_loop()
         self._futures: dict[EpisodeSpec, Future] = {}
         self._specs: dict[Any, EpisodeSpec] = {}  # by key of the future
         self._finished: asyncio.Queue[Future] = asyncio.Queue()
         self._results: deque[Result] = deque()
-        environments = _read_config(Store(job.store_uri, job.endpoint_url)).environments
-        self._slots = environments.workers * environments.slots
         self._waiting: dict[EpisodeSpec, int] = {}  # to their priority
         self._order: list[tuple[int, int, EpisodeSpec]] = []  # heap of (-priority, number, spec)
         self._name, self._submitted = secrets.token_hex(4), 0  # a future's key is never used twice
@@ -206,7 +225,8 @@ class EpisodePool:
                 self._waiting[spec] = -spec.wave if priority is None else priority
                 heapq.heappush(self._order, (-self._waiting[spec], self._submitted, spec))
                 self._submitted += 1
-        self._fill()
+        self._slots.join(self)
+        self._slots.fill()
 
     async def cancel(self, specs: Iterable[EpisodeSpec]) -> None:
         """Drop episodes: those waiting never start, those running stop at their next turn. No result comes."""
@@ -217,21 +237,29 @@ class EpisodePool:
             if future is not None:
                 del self._specs[future.key]
                 futures.append(future)
+        self._slots.take(-len(futures))
         if futures:
             await self._client.cancel(futures)
-        self._fill()
+        self._slots.fill()
 
-    def _fill(self) -> None:
+    def urgency(self) -> tuple[float, int]:
+        """Of the next episode that waits: smaller is more urgent."""
+        return self._order[0][:2] if self._order else (math.inf, 0)
+
+    def start_waiting(self) -> None:
         """Hand Dask as many episodes as there are slots, not more: it blames the death of a worker on all
         that it has assigned to it, also on those that wait.
         """
         chosen: dict[int, list[tuple[int, EpisodeSpec]]] = defaultdict(list)
-        room = self._slots - len(self._futures)
+        room = self._slots.free
         while room > 0 and self._order:
             _, number, spec = heapq.heappop(self._order)
             if spec in self._waiting:  # else cancelled
                 chosen[self._waiting.pop(spec)].append((number, spec))
                 room -= 1
+        if not self._order:
+            self._slots.leave(self)
+        self._slots.take(sum(map(len, chosen.values())))
         for priority, episodes in chosen.items():
             futures = self._client.map(
                 run_on_worker,
@@ -246,6 +274,7 @@ class EpisodePool:
                 self._futures[spec] = future
                 self._specs[future.key] = spec
                 future.add_done_callback(self._done)
+                self._on_start(spec)
 
     async def next(self) -> Result:
         """The next finished episode; waits, also while nothing is in flight."""
@@ -286,10 +315,11 @@ class EpisodePool:
             if spec is None:  # cancelled during the gather
                 continue
             del self._futures[spec]
+            self._slots.take(-1)
             self._results.append(
                 results[future.key] if future.key in results else await _failure(spec, future)
             )
-        self._fill()
+        self._slots.fill()
 
 
 async def _failure(spec: EpisodeSpec, future: Future) -> EpisodeFailure:

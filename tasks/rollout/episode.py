@@ -54,7 +54,11 @@ class Turn:
 
 
 class EpisodeCancelled(Exception):
-    """The episode is no longer wanted."""
+    """The episode is no longer wanted; `tokens` is how many it had generated."""
+
+    def __init__(self, tokens: int = 0):
+        super().__init__(f"cancelled after {tokens} generated tokens")
+        self.tokens = tokens
 
 
 class _Failed(Exception):
@@ -113,20 +117,21 @@ def run_episode(
     context_limit: int,
     temperature: float,
     split: Split = "train",
-    cancelled: Callable[[], bool] = lambda: False,
+    before_turn: Callable[[], None] = lambda: None,
     on_turn: Callable[[Turn], None] = lambda turn: None,
 ) -> Trajectory | EpisodeFailure:
     """Run an episode, again after a failed attempt, at most `environments.retries` times.
 
     Reaching `context_limit` (tokens), the turn limit or an action's token limit ends it as truncated. All
     randomness (sampling, latency, faults) is drawn from `spec` and the attempt. Raises UserError for options
-    no environment takes, and EpisodeCancelled when `cancelled()` turns true between turns. `on_turn` hears of every turn taken.
+    no environment takes. `before_turn` is called before every turn; it may wait, and may raise EpisodeCancelled.
+    `on_turn` hears of every turn taken.
     """
     for attempt in range(environments.retries + 1):
         seed = derive_seed(spec.task, spec.seed, spec.wave, spec.group, spec.index, attempt)
         environment = make_environment(task, environments, seed, split=split)
         playing = _Attempt(
-            spec, task, environments, generate, chat, context_limit, temperature, cancelled, on_turn, seed
+            spec, task, environments, generate, chat, context_limit, temperature, before_turn, on_turn, seed
         )
         try:
             return playing.run(environment, retries=attempt)
@@ -148,11 +153,11 @@ class _Attempt:
     chat: ChatRenderer
     context_limit: int
     temperature: float
-    cancelled: Callable[[], bool]
+    before_turn: Callable[[], None]
     on_turn: Callable[[Turn], None]
     seed: int
     env_s: float = 0.0
-    generate_s: float = 0.0
+    calls: list[float] = field(default_factory=list)
     hung: bool = False
 
     def run(self, environment: TextEnvironment, retries: int) -> Trajectory:
@@ -164,8 +169,7 @@ class _Attempt:
             problem = f"a prompt of {len(transcript)} tokens leaves no room in {self.context_limit}"
             raise _Failed("reset", ValueError(problem))
         while not truncated:
-            if self.cancelled():
-                raise EpisodeCancelled
+            self._ready(transcript)
             generation = self._generate(transcript, self._action_limit(environment), turns)
             turns += 1
             closed = transcript.tokens[-1] in self.chat.stop_token_ids
@@ -190,6 +194,7 @@ class _Attempt:
         return Trajectory(
             **vars(self.spec),
             **transcript.arrays(),
+            calls=np.array(self.calls, np.float64),
             turns=turns,
             env_reward=reward,
             success=success,
@@ -198,8 +203,14 @@ class _Attempt:
             started_at=started_at,
             ended_at=time.time(),
             env_s=self.env_s,
-            generate_s=self.generate_s,
+            generate_s=sum(self.calls[1::2]) - sum(self.calls[::2]),
         )
+
+    def _ready(self, transcript: Transcript) -> None:
+        try:
+            self.before_turn()
+        except EpisodeCancelled:
+            raise EpisodeCancelled(sum(transcript.loss_mask)) from None
 
     def _action_limit(self, environment: TextEnvironment) -> int:
         return self.task.max_action_tokens or environment.max_action_tokens
@@ -227,7 +238,7 @@ class _Attempt:
             self.env_s += time.monotonic() - started
 
     def _generate(self, transcript: Transcript, limit: int, turn: int) -> Generated:
-        started = time.monotonic()
+        self.calls.append(time.time())
         try:
             generation = self.generate(
                 transcript.tokens,
@@ -244,7 +255,7 @@ class _Attempt:
         except Exception as error:
             raise _Failed("generate", error) from error
         finally:
-            self.generate_s += time.monotonic() - started
+            self.calls.append(time.time())
 
     def close(self, environment: TextEnvironment) -> None:
         """Close the environment, unless a call of it still runs."""

@@ -3,8 +3,9 @@
 A group is pending -> running -> finished -> consumed. Invariants, for every sequence of calls:
 
 - a group is consumed at most once, and only if `k - oldest version <= max_staleness` at batch `k`;
-- no group is lost: one that got too old or whose environment worker died goes back to pending with the same
-  seed, and one whose environments failed is replaced by a new group of the same wave;
+- every wave gives exactly `groups` groups to batches: one that got too old goes back to pending with the same
+  seed, one whose environments failed is replaced by a new group of the same wave, and the spare ones are
+  dropped once enough others are finished;
 - at most `groups + redundancy` groups a wave are pending, running or finished at a time.
 """
 
@@ -15,18 +16,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 GroupKey = tuple[int, int]  # wave, group
+LIVE = ("pending", "running", "finished", "consumed")
 
 
 @dataclass
 class _Entry:
     state: Literal["pending", "running", "finished", "consumed", "failed", "dropped"] = "pending"
-    oldest: int = 0  # of a running group: the version served when it was dispatched
+    oldest: int | None = (
+        None  # version of its oldest token: of a running group, the one served when it started
+    )
 
 
 class Ledger:
-    """The groups of one run.
+    """The groups of one run's iterations `first`, `first + 1`, ...
 
-    `consumed` and `finished` (group -> oldest version) restore what the store already holds after a restart.
+    `barrier`: a wave also waits for the groups of the waves before it. `consumed` and `finished` (group ->
+    oldest version) restore what the store already holds after a restart.
     """
 
     def __init__(
@@ -34,37 +39,45 @@ class Ledger:
         groups: int,
         redundancy: int,
         max_staleness: int,
-        waves: int,
+        barrier: bool = False,
         consumed: Iterable[GroupKey] = (),
         finished: Mapping[GroupKey, int] | None = None,
     ):
-        self.groups, self.redundancy, self.max_staleness, self.waves = (
-            groups,
-            redundancy,
-            max_staleness,
-            waves,
-        )
+        self.groups, self.redundancy, self.max_staleness = groups, redundancy, max_staleness
+        self.barrier = barrier
         self._entries: dict[GroupKey, _Entry] = {key: _Entry("consumed") for key in consumed}
         for key, oldest in (finished or {}).items():
             self._entries.setdefault(key, _Entry("finished", oldest))
         self.expired = 0  # groups that got too old and were dispatched again
         self.failures = 0  # groups replaced because their environments failed
+        self.dropped = 0  # spare groups that lost, and groups in flight when the last batch was full
 
     def admits(self, wave: int, version: int) -> bool:
         """Whether `wave` may be dispatched while the engines serve `version`."""
+        if self.barrier and any(
+            w < wave and e.state in ("pending", "running") for (w, _), e in self._entries.items()
+        ):
+            return False
         return wave <= version + self.max_staleness
 
     def open_wave(self, wave: int) -> None:
         """Add the groups of a wave; what a restart restored is kept as it stands."""
         for group in range(self.groups + self.redundancy):
             self._entries.setdefault((wave, group), _Entry())
+        self.losers(wave)
 
-    def dispatch(self, wave: int, version: int) -> list[GroupKey]:
-        """The wave's pending groups, now running under `version`."""
+    def dispatch(self, wave: int) -> list[GroupKey]:
+        """The wave's pending groups, now running: handed out, and started as soon as there is a slot."""
         keys = [key for key in self._of(wave) if self._entries[key].state == "pending"]
         for key in keys:
-            self._entries[key] = _Entry("running", version)
+            self._entries[key] = _Entry("running")
         return keys
+
+    def start(self, key: GroupKey, version: int) -> None:
+        """An episode of the group starts while the engines serve `version`; the first one counts."""
+        entry = self._entries[key]
+        if entry.state == "running" and entry.oldest is None:
+            entry.oldest = version
 
     def finish(self, key: GroupKey, oldest_version: int) -> bool:
         """A running group finished; false if it is no longer wanted (it expired or was dropped meanwhile)."""
@@ -72,6 +85,14 @@ class Ledger:
             return False
         self._entries[key] = _Entry("finished", oldest_version)
         return True
+
+    def losers(self, wave: int) -> list[GroupKey]:
+        """Drop the wave's other groups once enough are finished. Returns the keys whose episodes are to be cancelled."""
+        if self._count(wave, ("finished", "consumed")) < self.groups:
+            return []
+        return self._drop(
+            [key for key in self._of(wave) if self._entries[key].state in ("pending", "running")]
+        )
 
     def fail(self, key: GroupKey) -> GroupKey | None:
         """A running group has too few trajectories to compare; returns the pending group that replaces it."""
@@ -107,23 +128,17 @@ class Ledger:
             if e.state in ("running", "finished") and not self._fresh(e, k)
         ]
         cancelled = [key for key in stale if self._entries[key].state == "running"]
-        wanted = (self.waves - k) * self.groups  # groups that batches k, k + 1, ... still need
         for key in stale:
-            later = sum(e.state in ("pending", "running", "finished") for e in self._entries.values()) - 1
-            opened = {wave for wave, _ in self._entries}
-            unopened = sum(wave not in opened for wave in range(self.waves)) * self.groups
-            needed = later + unopened < wanted
-            self._entries[key] = _Entry("pending" if needed else "dropped")
-            self.expired += needed
+            if self._count(key[0], LIVE) > self.groups:
+                self._drop([key])
+            else:
+                self._entries[key] = _Entry("pending")
+                self.expired += 1
         return cancelled
 
     def close(self) -> list[GroupKey]:
         """The last batch is closed: nothing else is wanted. Returns the keys whose episodes are to be cancelled."""
-        running = [key for key, entry in sorted(self._entries.items()) if entry.state == "running"]
-        for entry in self._entries.values():
-            if entry.state in ("pending", "running", "finished"):
-                entry.state = "dropped"
-        return running
+        return self._drop([key for key, e in self._entries.items() if e.state in LIVE[:3]])
 
     def finished_keys(self) -> set[GroupKey]:
         """The finished groups that no batch consumed yet."""
@@ -133,8 +148,7 @@ class Ledger:
         """Waves below `before` that gave batches fewer than their share: a restart has to open them again, or
         the groups that were in flight when the run stopped would be missing at its end.
         """
-        given = [key[0] for key, entry in self._entries.items() if entry.state == "consumed"]
-        return [wave for wave in range(before) if given.count(wave) < self.groups]
+        return [wave for wave in range(before) if self._count(wave, ("consumed",)) < self.groups]
 
     def settled(self, wave: int) -> bool:
         """Whether every group of the wave is consumed, replaced or dropped."""
@@ -148,8 +162,19 @@ class Ledger:
         """How many groups are in a state."""
         return sum(entry.state == state for entry in self._entries.values())
 
+    def _drop(self, keys: list[GroupKey]) -> list[GroupKey]:
+        """Drop groups; returns those that were running."""
+        running = [key for key in keys if self._entries[key].state == "running"]
+        for key in keys:
+            self._entries[key] = _Entry("dropped")
+        self.dropped += len(keys)
+        return running
+
+    def _count(self, wave: int, states: tuple[str, ...]) -> int:
+        return sum(self._entries[key].state in states for key in self._of(wave))
+
     def _of(self, wave: int) -> list[GroupKey]:
         return sorted(key for key in self._entries if key[0] == wave)
 
     def _fresh(self, entry: _Entry, k: int) -> bool:
-        return k - entry.oldest <= self.max_staleness
+        return entry.oldest is None or k - entry.oldest <= self.max_staleness

@@ -11,12 +11,15 @@ EVALUATION_WAVE = -1  # wave of episodes that no batch consumes
 
 
 def group_specs(config: RunConfig, wave: int, group: int) -> list[EpisodeSpec]:
-    """The `group_size` episodes of a group: one task, one environment seed, drawn from (seed, wave, group)."""
+    """The `group_size + spare_episodes` episodes of a group: one task and one environment seed, drawn from (seed,
+    wave, group).
+    """
     rng = np.random.default_rng([config.seed, wave, group])
     weights = np.array([task.weight for task in config.tasks])
     task = config.tasks[int(rng.choice(len(weights), p=weights / weights.sum()))]
     seed = int(rng.integers(2**31))
-    return [EpisodeSpec(task.name, seed, wave, group, index) for index in range(config.rollout.group_size)]
+    size = config.rollout.group_size + config.rollout.spare_episodes
+    return [EpisodeSpec(task.name, seed, wave, group, index) for index in range(size)]
 
 
 def evaluation_specs(task: TaskConfig, episodes: int) -> list[EpisodeSpec]:

@@ -46,9 +46,7 @@ def decoupled(
     """
     weight = torch.exp(proximal - behaviour).detach()
     surrogate = ppo(logp, proximal, advantages, low, high)
-    return replace(
-        surrogate, loss=weight.clamp(max=cap) * surrogate.loss, weight=weight, masked=weight > cap
-    )
+    return replace(surrogate, loss=weight.clamp(max=cap) * surrogate.loss, weight=weight, masked=weight > cap)
 
 
 def icepop(

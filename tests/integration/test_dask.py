@@ -18,6 +18,7 @@ from distributed import Client, Security
 from tasks.config import EnvironmentsConfig, RunConfig, TaskConfig
 from tasks.environments.cluster import connect
 from tasks.rollout.dispatch import MAX_ABANDONED, EpisodeJob, EpisodePool
+from tasks.rollout.slots import Slots
 from tasks.services import PARENT, registered, this_process
 from tasks.store import Store
 from tasks.training.policy import publish_policy
@@ -75,7 +76,8 @@ def run(store: Store, scenario, engine: str = "walker", workers: int = 2):
 
     async def main():
         client = await connect(store, asynchronous=True)
-        pool = EpisodePool(client, EpisodeJob(store.uri, engine=f"tests.integration.scripted:{engine}"))
+        job = EpisodeJob(store.uri, engine=f"tests.integration.scripted:{engine}")
+        pool = EpisodePool(client, job, Slots(workers * SLOTS))
         try:
             await client.wait_for_workers(workers, timeout=60)
             return await asyncio.wait_for(scenario(client, pool), 60)

@@ -180,9 +180,24 @@ def test_an_answer_that_is_not_described_token_by_token_is_a_failure_not_a_traje
 
 def test_a_cancelled_episode_stops_at_its_next_turn():
     engine = Script(["up"])
-    with pytest.raises(EpisodeCancelled):
-        run(engine, cancelled=lambda: len(engine.asked) == 2)
+
+    def before_turn():
+        if len(engine.asked) == 2:
+            raise EpisodeCancelled
+
+    with pytest.raises(EpisodeCancelled) as cancelled:
+        run(engine, before_turn=before_turn)
     assert len(engine.asked) == 2
+    assert cancelled.value.tokens == 4  # two turns of an action and its end
+
+
+def test_a_trajectory_says_when_its_turns_waited_for_the_engine():
+    made = run(Script(["up"]))
+    assert isinstance(made, Trajectory)
+    assert len(made.calls) == 2 * made.turns
+    times = [made.started_at, *made.calls, made.ended_at]
+    assert times == sorted(times)
+    assert made.generate_s == pytest.approx(sum(made.calls[1::2] - made.calls[::2]), abs=1e-5)
 
 
 class Slow(TextEnvironment):

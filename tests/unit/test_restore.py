@@ -42,8 +42,8 @@ def test_consumed_groups_are_not_offered_again_and_finished_ones_are(tmp_path: P
     assert ledger.finished_keys() == {(1, 1)}
     ledger.open_wave(0)
     ledger.open_wave(1)
-    assert ledger.dispatch(0, version=1) == []
-    assert ledger.dispatch(1, version=1) == [(1, 0)]
+    assert ledger.dispatch(0) == []
+    assert ledger.dispatch(1) == [(1, 0)]
 
 
 def test_a_batch_without_its_manifest_consumed_nothing(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_late_group_of_an_earlier_wave_is_made_again_after_a_restart(tmp_path:
     assert waves == [0, 1, 2, 3]
     for wave in waves:
         ledger.open_wave(wave)
-        for key in ledger.dispatch(wave, version=1):
+        for key in ledger.dispatch(wave):
             ledger.finish(key, 1)
     for k in range(1, 4):  # enough for every batch that is left
         keys = ledger.batch(k)
@@ -79,7 +79,7 @@ def test_a_late_group_of_an_earlier_wave_is_made_again_after_a_restart(tmp_path:
         for key in ledger.expire(k + 1):
             ledger.finish(key, k + 1)
         for wave in waves:
-            for key in ledger.dispatch(wave, version=k + 1):
+            for key in ledger.dispatch(wave):
                 ledger.finish(key, k + 1)
 
 
