@@ -45,6 +45,8 @@ SHOWN = (
     "time",
 )  # of a metric's name, in the UI
 
+TIMELINE = 12  # iterations a timeline shows
+
 EVERY_ITERATION = ("rollout", "collect", "train", "publish", "weights")  # stages with a time at every step
 
 _progress_artifacts: dict[str, UUID] = {}
@@ -135,14 +137,26 @@ def _headline(k: int, metrics: dict[str, float]) -> str:
 
 def report_run(context: RunContext) -> None:
     """At the end: plots of the run, its samples and its model, in MLflow and in the store."""
-    from tasks.tracking import plots, run_record
+    from tasks.tracking.curve import reward_curve
+    from tasks.tracking.run_record import read_run
 
-    record = run_record.read_run(context.store)
-    for name, draw in {"curve.png": plots.reward_curve, "timeline.png": plots.timeline}.items():
-        image = draw(record)
+    record = read_run(context.store)
+    for name, image in {
+        "curve.png": reward_curve(record),
+        "timeline.png": draw_timeline(context, record),
+    }.items():
         context.store.write(f"plots/{name}", image)
         context.tracker.log_artifact_bytes(f"plots/{name}", image)
     context.tracker.register_model(context.config.iterations, context.config.tracking.experiment)
+
+
+def draw_timeline(context: RunContext, record: dict[str, Any]) -> bytes:
+    """The timeline of the run's last iterations, with the activity of their trajectories."""
+    from tasks.tracking.activity import of_batches
+    from tasks.tracking.timeline import timeline
+
+    shown = [iteration["k"] for iteration in record["iterations"] if iteration["spans"]][-TIMELINE:]
+    return timeline(record, of_batches(context.store, shown), TIMELINE)
 
 
 def log_samples(context: RunContext, k: int, trajectories: list[Trajectory]) -> None:

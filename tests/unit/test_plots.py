@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
+import itertools
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tasks.tracking.plots import _busy, _side_by_side, _smooth, reward_curve, timeline
+from tasks.tracking import activity
+from tasks.tracking.curve import _smooth, reward_curve
+from tasks.tracking.timeline import Panel, _side_by_side, busy, timeline, timelines
 
 
 def record(iterations: int = 6) -> dict[str, Any]:
@@ -65,7 +71,8 @@ def test_a_run_without_measurements_still_gives_a_picture(plot: Any) -> None:
 
 def test_overlapping_spans_count_once_as_busy_time() -> None:
     spans = [{"lane": "rollout", "start": s, "end": e} for s, e in [(0, 4), (2, 3), (3, 6), (8, 9)]]
-    assert _busy(spans, "rollout") == 7
+    assert busy(spans, "rollout") == 7
+    assert busy(spans, "rollout", 1, 8.5) == 5.5
 
 
 def test_overlapping_spans_are_drawn_in_places_of_their_own() -> None:
@@ -80,6 +87,35 @@ def test_overlapping_spans_are_drawn_in_places_of_their_own() -> None:
     ]
 
 
+def test_timelines_under_each_other_take_room_for_each() -> None:
+    spans = record()["iterations"][0]["spans"]
+    intervals = {"engine": np.array([[100.0, 103.0], [101.0, 106.0]])}
+    one, three = (
+        size(timelines("t", [Panel("p", spans, intervals, 100.0, 110.0)] * count)) for count in (1, 3)
+    )
+    assert three[1] > 2 * one[1] and three[0] == one[0]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 20)), max_size=12),
+    st.lists(st.integers(0, 60), min_size=2, max_size=6, unique=True),
+)
+def test_occupancy_is_the_mean_number_of_open_intervals(starts, edges):
+    spans = np.array([(a, a + length) for a, length in starts]).reshape(-1, 2)
+    edges = np.array(sorted(edges), float)
+    expected = [
+        sum(max(0.0, min(b, end) - max(a, start)) for a, b in spans) / (end - start)
+        for start, end in itertools.pairwise(edges)
+    ]
+    assert activity.occupancy(spans, edges) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_busy_share_counts_overlaps_once():
+    spans = np.array([[0.0, 4.0], [2.0, 3.0], [8.0, 12.0]])
+    assert activity.busy_share(spans, 0.0, 10.0) == pytest.approx(0.6)
+    assert activity.busy_share(np.empty((0, 2)), 0.0, 10.0) == 0
+
+
 def test_smoothing_keeps_a_constant_and_starts_at_the_first_value() -> None:
     assert _smooth((0.4, 0.4, 0.4)) == pytest.approx([0.4] * 3)
     assert _smooth((0.2, 0.9))[0] == pytest.approx(0.2)
@@ -87,7 +123,7 @@ def test_smoothing_keeps_a_constant_and_starts_at_the_first_value() -> None:
 
 def test_matplotlib_and_mlflow_are_not_imported_with_the_tracking_modules() -> None:
     code = (
-        "import sys, tasks.tracking.plots, tasks.tracking.run_record, tasks.tracking.mlflow_tracker\n"
+        "import sys, tasks.tracking.curve, tasks.tracking.timeline, tasks.tracking.run_record, tasks.tracking.mlflow_tracker\n"
         "assert not {'matplotlib', 'mlflow', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
