@@ -66,6 +66,7 @@ RESUMABLE = (
     "inference.threads",
     "inference.max_concurrent",
     "inference.kv_cache_gib",
+    "inference.update",
     "inference.extra_args",
     "trainer.threads",
     "trainer.tokens_per_micro_batch",

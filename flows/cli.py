@@ -319,6 +319,80 @@ def bench_overhead(run: str, root: str, file: Path | None) -> None:
         file.write_text(json.dumps(found, indent=1) + "\n")
 
 
+@bench.command("async", cls=_Example)
+@click.option(
+    "--preset",
+    "presets",
+    type=click.Choice(["mild", "middle", "heavy"]),
+    multiple=True,
+    default=["mild", "middle", "heavy"],
+    show_default=True,
+    help="Environment latency; repeatable.",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option(
+    "--iterations", type=click.IntRange(min=1), default=4, show_default=True, help="Measured, of every turn."
+)
+@_SET
+@click.option(
+    "--json",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the figures to FILE as well.",
+)
+def bench_async(
+    presets: tuple[str, ...], repeats: int, iterations: int, overrides: tuple[str, ...], file: Path | None
+) -> None:
+    """Compare four schedules on the same services: monolithic, synchronous, one-off and rollart.
+
+    They do the same work in turns; printed are seconds an iteration, idle shares, speed-ups, and how close
+    rollart comes to the pure work of its busiest lane. The four timelines are drawn under each other. A preset
+    takes 10 to 20 minutes with the defaults.
+
+    Examples:
+      rollart bench async --preset middle --json async.json
+      rollart bench async --preset heavy --repeats 1 --iterations 2
+    """
+    import json
+
+    from rich.console import Console
+
+    from flows import bench_report
+    from flows.bench_async import PRESETS, RESULTS
+
+    figures = {}
+    for preset in presets:
+        store = _bench_run(preset, PRESETS[preset], repeats, iterations, overrides)
+        turns = store.read_json(RESULTS)["turns"]
+        figures[preset] = {"parameters": PRESETS[preset], **bench_report.summarise(turns), "turns": turns}
+        bench_report.show(preset, figures[preset], Console())
+        image = bench_report.picture(f"environment latency: {preset}", store, turns)
+        store.write("plots/async.png", image)
+        click.echo(f"timelines: {store.uri}/plots/async.png")
+        if file is not None:
+            file.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _bench_run(
+    preset: str,
+    environments: dict[str, dict[str, float]],
+    repeats: int,
+    iterations: int,
+    overrides: tuple[str, ...],
+) -> Store:
+    """A run that measures one preset, to its end; returns its store."""
+    latency = [
+        f"environments.{section}.{key}={value}"
+        for section, values in environments.items()
+        for key, value in values.items()
+    ]
+    path = CONFIGS / "bench-async.toml"
+    name = f"{run_name(path)}-{preset}"
+    store, config = _create(path, [*latency, *overrides, f"name={name!r}"])
+    _watch("bench-async", store, config, repeats=repeats, iterations=iterations)
+    return store
+
+
 # How a run starts and is watched
 
 
@@ -331,24 +405,38 @@ def _new_run(
     prepare: bool = False,
 ) -> None:
     from flows import checks, view
-    from tasks.config import load_config
-    from tasks.store import layout
 
     path = find_config(config_name)
     named = [*overrides, *([f"name={name!r}"] if name else [])]
-    config = load_config(path, named)
-    if config.name is None:
-        config = load_config(path, [*named, f"name={run_name(path)!r}"])
-    plan = checks.preflight(config, str(config.name), resume=False)
     if dry_run:
-        view.show_plan(plan)
+        config = _resolved(path, named)
+        view.show_plan(checks.preflight(config, str(config.name), resume=False))
         return
-    store = checks.store_of(config).below(str(config.name))
-    store.write(layout.CONFIG, config.to_toml().encode())
+    store, config = _create(path, named)
     if prepare:
         _show_prepared(store)
         return
     _watch(kind, store, config)
+
+
+def _resolved(path: Path, overrides: list[str]) -> RunConfig:
+    """The configuration of a new run, with a name."""
+    from tasks.config import load_config
+
+    config = load_config(path, overrides)
+    return config if config.name else load_config(path, [*overrides, f"name={run_name(path)!r}"])
+
+
+def _create(path: Path, overrides: list[str]) -> tuple[Store, RunConfig]:
+    """Check everything, then write the new run's configuration."""
+    from flows import checks
+    from tasks.store import layout
+
+    config = _resolved(path, overrides)
+    checks.preflight(config, str(config.name), resume=False)
+    store = checks.store_of(config).below(str(config.name))
+    store.write(layout.CONFIG, config.to_toml().encode())
+    return store, config
 
 
 def _show_prepared(store: Store) -> None:
@@ -432,7 +520,8 @@ def _watch(kind: str, store: Store, config: RunConfig, **parameters: Any) -> Non
     if isinstance(result, BaseException):
         view.show_stopped(progress, store)
         raise result
-    view.show_summary(kind, progress, store, result)
+    if kind != "bench-async":  # which prints its own
+        view.show_summary(kind, progress, store, result)
 
 
 def _catch_signals(stop: threading.Event, progress: Progress) -> list[int]:

@@ -46,6 +46,7 @@ class RunContext:
     dask: Client | None = None
     slots: Slots = field(default_factory=lambda: Slots(1))  # of the environments cluster
     ledger: Ledger | None = None
+    first_wave: int = 0  # whose groups get the first seeds
     served: int | None = None  # the lowest version that every ready engine serves
     finished: dict[GroupKey, Group] = field(
         default_factory=dict

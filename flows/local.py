@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from flows.progress import Progress
@@ -14,11 +15,12 @@ from tasks.services import Supervisor, end_leftovers, work_folder
 from tasks.store import Store
 
 # The terminal belongs to the view; everything is in the Prefect UI and in the services' logs.
-_QUIET_CONSOLE = {
+_PREFECT = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",  # it complains of what a stop request cancels
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
+    "PREFECT_CLIENT_MAX_RETRIES": "7",  # with doubling pauses a server may be away for about 4 minutes
 }
 
 
@@ -30,16 +32,16 @@ def run_flow(
     stop: threading.Event | None = None,
     **parameters: Any,
 ) -> Any:
-    """Run flow `kind` (train, warm-start or evaluate) on the run at URI `run`; blocks until it ends.
+    """Run flow `kind` (train, warm-start, evaluate or bench-async) on the run at URI `run`; blocks until it ends.
 
     `stop` ends it in order: services are ended and the run can be resumed. Raises RunFailed with the reason,
     and UserError if the run is going on in another process on this machine.
     """
-    for name, value in _QUIET_CONSOLE.items():
+    for name, value in _PREFECT.items():
         os.environ.setdefault(name, value)
     folder = work_folder(Store(run, endpoint_url))
     _end_leftovers(folder, progress)
-    server = Supervisor(folder / "server")
+    server = Supervisor(folder / "server", _tell_death(progress))
     _end_leftovers(folder / "server", progress)
     try:
         if configured_api() is None:
@@ -49,6 +51,13 @@ def run_flow(
     finally:
         _send_logs()
         server.stop()
+
+
+def _tell_death(progress: Progress) -> Callable[[str, int, str, bool], None]:
+    def tell(name: str, code: int, _log_tail: str, gave_up: bool) -> None:
+        progress.say(f"{name} ended with code {code} and {'gave up' if gave_up else 'is restarted'}")
+
+    return tell
 
 
 def _send_logs() -> None:
@@ -76,12 +85,18 @@ def _run_until_stopped(
     stop: threading.Event,
     parameters: dict[str, Any],
 ) -> Any:
+    from flows.bench_async import bench_async
     from flows.session import watch_progress
     from flows.single import evaluate_run, warm_start_run
     from flows.train import train
 
     watch_progress(run, progress)
-    flows: dict[str, Any] = {"train": train, "warm-start": warm_start_run, "evaluate": evaluate_run}
+    flows: dict[str, Any] = {
+        "train": train,
+        "warm-start": warm_start_run,
+        "evaluate": evaluate_run,
+        "bench-async": bench_async,
+    }
 
     async def until_stopped() -> Any:
         work = asyncio.ensure_future(flows[kind](run=run, endpoint_url=endpoint_url, **parameters))

@@ -1,4 +1,4 @@
-"""Start the services of a run, and keep an eye on them.
+"""Start the services of a run, keep an eye on them, and tell the person who watches what happens to them.
 
 Placement `local`: each service is a supervised child process. What a service is and how it does is read from
 its registration in the store, so nothing here depends on where it runs.
@@ -19,6 +19,7 @@ from flows.context import API_KEY, RunContext, api_key, live, on_pool
 from tasks.errors import DeadlineExceeded, RunFailed
 from tasks.rollout.slots import CANCELLED, Slots
 from tasks.services import Registration, registered, tail
+from tasks.store import MANIFEST, CorruptObject, layout
 from tasks.training.policy import publish_policy
 
 MODULES = {
@@ -57,13 +58,18 @@ async def connect_environments(context: RunContext) -> None:
     settings = context.config.environments
     context.slots = Slots(settings.workers * settings.slots)
     context.dask = await connect(context.store, asynchronous=True)
+    _hear_of_cancelled(context)
+
+
+def _hear_of_cancelled(context: RunContext) -> None:
+    """Subscribe to what cancelled episodes had generated; to be done again with each new scheduler."""
 
     def note(event: tuple[float, Any]) -> None:
         _, said = event
         if said["run"] == context.run:
             context.wasted_tokens += said["tokens"]
 
-    context.dask.subscribe_topic(CANCELLED, note)
+    context.cluster.subscribe_topic(CANCELLED, note)
 
 
 def service_names(context: RunContext, kind: str) -> list[str]:
@@ -111,22 +117,34 @@ async def watch_services(context: RunContext) -> None:
     """
     from tasks.inference.client import served_version
 
-    logger = get_run_logger()
+    seen: dict[str, Registration] = {}
     while True:
         served = await asyncio.to_thread(served_version, context.store, context.config.inference.engines)
         if served is not None and served != context.served:
             context.served = served
             await context.notify()
-        while context.problems:
-            logger.warning(context.problems.pop(0))
-        await asyncio.to_thread(_look_at_services, context)
+        found = await asyncio.to_thread(_look_at_services, context)
+        for name, registration in found.items():
+            if name in seen:
+                _note_change(context, seen[name], registration)
+        seen = found
+        await asyncio.to_thread(_repair_weights, context, found)
         raise_if_given_up(context)
         await asyncio.sleep(max(context.store.poll_s, 0.1))
 
 
-def _look_at_services(context: RunContext) -> None:
-    """Show the services' state. Raises RunFailed if an engine refuses the version it should serve."""
-    shown = {}
+async def tell_problems(context: RunContext) -> None:
+    """Log what other threads had to say in the flow run, until cancelled; a store that is away is no obstacle."""
+    logger = get_run_logger()
+    while True:
+        while context.problems:
+            logger.warning(context.problems.pop(0))
+        await asyncio.sleep(0.2)
+
+
+def _look_at_services(context: RunContext) -> dict[str, Registration]:
+    """The registrations, also for the view. Raises RunFailed if an engine refuses the version it should serve."""
+    registrations, shown = {}, {}
     for name in list(context.supervisor.services):
         found = registered(context.store, name)
         if found is None:
@@ -135,7 +153,36 @@ def _look_at_services(context: RunContext) -> None:
             raise RunFailed(f"{name}: {found.detail}", look_at=found.log)
         version = "" if found.version is None else f", version {found.version}"
         shown[name] = f"{found.status}{version}" + (f": {found.detail}" if found.detail else "")
+        registrations[name] = found
     context.progress.services = shown
+    return registrations
+
+
+def _note_change(context: RunContext, before: Registration, now: Registration) -> None:
+    """Log what a service says anew. A trainer tells every step, so of it only a change of status."""
+    if now.kind == "environments" and now.started_at != before.started_at and context.dask is not None:
+        _hear_of_cancelled(context)
+    if now.status != before.status or (now.detail != before.detail and now.kind != "trainer"):
+        log = get_run_logger().info if now.status == "ready" else get_run_logger().warning
+        log("%s is %s: %s", now.name, now.status, now.detail)
+
+
+def _repair_weights(context: RunContext, found: dict[str, Registration]) -> None:
+    """Have the trainer publish its version again if engines cannot fetch it and it is corrupt in the store."""
+    trainer = found.get("trainer")
+    if trainer is None or trainer.version is None:
+        return
+    complaint = f"version {trainer.version} cannot be fetched"
+    if not any(engine.detail.startswith(complaint) for engine in found.values() if engine.kind == "engine"):
+        return
+    prefix = layout.weights(trainer.version)
+    try:
+        context.store.verify(prefix)
+    except FileNotFoundError:  # it is being published again
+        pass
+    except CorruptObject as error:
+        context.store.delete(f"{prefix}/{MANIFEST}")  # the manifest alone: the rest is written over
+        context.problems.append(f"{error}; the trainer publishes version {trainer.version} again")
 
 
 def raise_if_given_up(context: RunContext) -> None:

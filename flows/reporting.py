@@ -49,6 +49,16 @@ TIMELINE = 12  # iterations a timeline shows
 
 EVERY_ITERATION = ("rollout", "collect", "train", "publish", "weights")  # stages with a time at every step
 
+OF_A_LOAD = (
+    "parity",
+    "prefetch_s",
+    "pause_s",
+    "load_s",
+    "serving_s",  # from the manifest of the version to the engine that serves it
+    "requests_in_flight",
+    "tokens_in_flight",
+)
+
 _progress_artifacts: dict[str, UUID] = {}
 
 
@@ -115,9 +125,8 @@ async def _show_iteration(
     await acreate_table_artifact(
         rows, key=f"iteration-{_key(context.name)}", description=_headline(k, metrics)
     )
-    await aupdate_progress_artifact(
-        _progress_artifacts[context.run], 100.0 * (k + 1) / context.config.iterations
-    )
+    if (artifact := _progress_artifacts.get(context.run)) is not None:
+        await aupdate_progress_artifact(artifact, 100.0 * (k + 1) / context.config.iterations)
     if k == 0:
         await link_to_mlflow(context)
 
@@ -301,12 +310,9 @@ def _loads(context: RunContext, version: int) -> list[dict[str, Any]]:
 
 
 def engine_metrics(loads: list[dict[str, Any]]) -> dict[str, float]:
-    """The worst of the engines: parity with the trainer, and seconds of prefetch, pause and load."""
-    names = {"parity": "engine/parity", "prefetch_s": "engine/prefetch_s", "pause_s": "engine/pause_s"}
-    measured = {
-        out: [load[name] for load in loads if load.get(name) is not None] for name, out in names.items()
-    }
-    return {name: max(values) for name, values in measured.items() if values}
+    """The worst of the engines: parity with the trainer, seconds of each step of an update, and what it interrupted."""
+    measured = {name: [load[name] for load in loads if load.get(name) is not None] for name in OF_A_LOAD}
+    return {f"engine/{name}": float(max(values)) for name, values in measured.items() if values}
 
 
 def _trainer_spans(k: int, metrics: dict[str, Any], weights: dict[str, Any]) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ class _Wave:
         """Stop the episodes of groups that are not wanted any more."""
         for key in keys:
             self.context.waste(self.results.pop(key, []))
-        await self.episodes.cancel([spec for key in keys for spec in group_specs(self.context.config, *key)])
+        await self.episodes.cancel([spec for key in keys for spec in self._specs(key)])
 
     def _dispatch(self) -> list[GroupKey]:
         served = self.context.served
@@ -101,7 +101,7 @@ class _Wave:
         keys = self.context.groups.dispatch(self.wave)
         for key in keys:
             self.results[key] = []
-            self.episodes.submit(group_specs(self.context.config, *key))
+            self.episodes.submit(self._specs(key))
         if keys:
             self.started_at = self.started_at or time.time()
             progress = self.context.progress
@@ -111,6 +111,9 @@ class _Wave:
     def _started(self, spec: EpisodeSpec) -> None:
         assert self.context.served is not None
         self.context.groups.start((spec.wave, spec.group), self.context.served)
+
+    def _specs(self, key: GroupKey) -> list[EpisodeSpec]:
+        return group_specs(self.context.config, *key, first_wave=self.context.first_wave)
 
     @property
     def _group_episodes(self) -> int:
@@ -164,9 +167,7 @@ class _Wave:
         good = [member for member in members if isinstance(member, Trajectory)]
         if len(good) == self.settings.group_size or len(members) == self._group_episodes:
             del self.results[key]
-            await self.episodes.cancel(
-                group_specs(self.context.config, *key)
-            )  # the slowest, if there are spare ones
+            await self.episodes.cancel(self._specs(key))  # the slowest, if there are spare ones
             await self._finish(key, members)
 
     async def _finish(self, key: GroupKey, results: list[Trajectory | EpisodeFailure]) -> None:

@@ -5,12 +5,15 @@ It uses the ordinary Prefect database, so `prefect server start` shows its runs 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
 import tomllib
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from tasks.errors import DeadlineExceeded
 from tasks.services import Supervisor, end_with_parent, free_port
 
 START_DEADLINE_S = 300.0  # 6 s on a quiet machine
+WATCH_S, WATCH_DEADLINE_S = 2.0, 5.0
 
 # One run needs neither schedules nor late-run marking from its own server.
 _QUIET = {
@@ -59,6 +63,32 @@ def start_server(supervisor: Supervisor) -> str:
     _wait_until_healthy(url, str(service.log))
     os.environ["PREFECT_API_URL"] = url
     return url
+
+
+async def watch_server(say: Callable[[str], None]) -> None:
+    """Say when the configured Prefect server stops to answer and when it answers again, until cancelled."""
+    url, away_since = configured_api(), 0.0
+    while url is not None:
+        asked = time.time()
+        problem = await asyncio.to_thread(_problem, url)
+        if problem and not away_since:
+            away_since = asked
+            say(f"the Prefect server at {url} does not answer ({problem}); the run goes on when it is back")
+        elif away_since and not problem:
+            say(f"the Prefect server at {url} answers again, after {time.time() - away_since:.0f} s")
+            away_since = 0.0
+        await asyncio.sleep(WATCH_S)
+
+
+def _problem(url: str) -> str:
+    """Why the server does not answer; empty if it does."""
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=WATCH_DEADLINE_S).close()
+    except urllib.error.HTTPError as error:
+        return f"status {error.code}" if error.code >= 500 else ""
+    except (urllib.error.URLError, OSError, HTTPException) as error:
+        return str(getattr(error, "reason", "") or error)
+    return ""
 
 
 def _wait_until_healthy(url: str, log: str) -> None:

@@ -7,18 +7,23 @@ says how it went.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Literal
 
-from prefect import tags
+from prefect import get_client, tags
+from prefect.client.schemas import filters
+from prefect.client.schemas.objects import State, StateType
 from prefect.runtime import flow_run
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Crashed
 from prefect.utilities.urls import url_for
 
 from flows import reporting
 from flows.context import RunContext, open_context
 from flows.progress import Progress
-from flows.provision import on_death, watch_services
+from flows.provision import on_death, tell_problems, watch_services
+from flows.server import watch_server
 from tasks.services import Supervisor, work_folder
 from tasks.store import Store
 
@@ -27,6 +32,8 @@ _MLFLOW_STATUS: dict[str, Literal["FINISHED", "KILLED", "FAILED"]] = {
     "stopped": "KILLED",
     "failed": "FAILED",
 }
+
+PREFECT_DEADLINE_S = 5.0  # for what is nice to have in Prefect, and no reason to wait
 
 Work = Callable[[RunContext], Awaitable[Any]]
 
@@ -47,11 +54,11 @@ async def in_session(run: str, endpoint_url: str | None, work: Work, *, training
     progress = _watched.get(run) or Progress(run=run)
     if page := url_for("flow-run", obj_id=flow_run.id):
         progress.prefect_url = page
-    problems: list[str] = []
+    problems: list[str] = []  # to be logged by the flow
     supervisor = Supervisor(work_folder(store), on_death(problems, progress.say))
     async with open_context(store, progress, supervisor) as context:
         context.problems = problems
-        with tags(f"run:{context.name}"):
+        with tags(f"run:{context.name}"), _heard(context):
             return await _guarded(context, work, training)
 
 
@@ -59,6 +66,7 @@ async def _guarded(context: RunContext, work: Work, training: bool) -> Any:
     status, reason = "failed", ""
     try:
         if training:
+            await _end_dead_start(context)
             await reporting.start_reporting(context)
         result = await _beside_watch(context, work)
         status = "finished"
@@ -78,7 +86,8 @@ async def _guarded(context: RunContext, work: Work, training: bool) -> Any:
 async def _close(context: RunContext, status: str, reason: str, training: bool) -> None:
     if context.dask is not None:
         await context.dask.close(timeout=2)
-    await asyncio.to_thread(context.supervisor.stop)
+    stopping = asyncio.to_thread(context.supervisor.stop)
+    await asyncio.gather(stopping, *([_end_stopped(context)] if status == "stopped" else []))
     if not training:
         return
     if status == "finished":
@@ -89,13 +98,85 @@ async def _close(context: RunContext, status: str, reason: str, training: bool) 
     await asyncio.to_thread(reporting.set_status, context, status, reason)
 
 
+async def _end_stopped(context: RunContext) -> None:
+    """The flows inside a stopped one, which Prefect takes for crashed, are cancelled like it."""
+    own = filters.FlowRunFilterStartTime(after_=flow_run.scheduled_start_time)
+    with contextlib.suppress(Exception):  # a server that is away is not waited for
+        async with asyncio.timeout(PREFECT_DEADLINE_S):
+            tagged = _tagged(context, StateType.CRASHED)
+            tagged.start_time = own
+            await _set_states(tagged, Cancelled(message="Stopped on request."))
+
+
+async def _end_dead_start(context: RunContext) -> None:
+    """The flow runs that a killed start of this run left as running have crashed."""
+    crashed: State = Crashed(message="Its process ended without a word; the run was started again.")
+    unended = (StateType.RUNNING, StateType.PENDING)
+    parents = filters.FlowRunFilter(
+        name=filters.FlowRunFilterName(any_=[f"train-{context.name}"]), state=_in_states(*unended)
+    )
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(PREFECT_DEADLINE_S):
+            await _set_states(_tagged(context, *unended), crashed)
+            await _set_states(parents, crashed)
+
+
+def _tagged(context: RunContext, *states: StateType) -> filters.FlowRunFilter:
+    tag = filters.FlowRunFilterTags(all_=[f"run:{context.name}"])
+    return filters.FlowRunFilter(tags=tag, state=_in_states(*states))
+
+
+def _in_states(*states: StateType) -> filters.FlowRunFilterState:
+    return filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=list(states)))
+
+
+async def _set_states(which: filters.FlowRunFilter, state: State) -> None:
+    """Set the state of the flow runs that `which` finds, this one excepted."""
+    async with get_client() as client:
+        for found in await client.read_flow_runs(flow_run_filter=which):
+            if str(found.id) != flow_run.id:
+                await client.set_flow_run_state(found.id, state, force=True)
+
+
+class _Heard(logging.Handler):
+    """Hands on what the store and the tracker have to say, from whichever thread."""
+
+    def __init__(self, say: Callable[[str], None]):
+        super().__init__()
+        self.say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(record.getMessage())
+
+
+@contextlib.contextmanager
+def _heard(context: RunContext) -> Iterator[None]:
+    """Warnings of the loggers below `rollart` go to the terminal and to the flow run's log."""
+    logger, handler = logging.getLogger("rollart"), _Heard(lambda text: _say(context, text))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _say(context: RunContext, text: str) -> None:
+    context.progress.say(text)
+    context.problems.append(text)
+
+
 async def _beside_watch(context: RunContext, work: Work) -> Any:
-    """Do the work beside the watch over its services; the first error ends both."""
+    """Do the work beside the watch over everything it needs; the first error ends both."""
     try:
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(watch_services(context))
+            watches = [
+                group.create_task(watch_services(context)),
+                group.create_task(tell_problems(context)),
+                group.create_task(watch_server(lambda text: _say(context, text))),
+            ]
             result = await work(context)
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
     return result

@@ -19,6 +19,7 @@ from flows.provision import provision
 from flows.rollout import rollout
 from flows.session import in_session
 from flows.warm_start import initial_policy
+from tasks.config import RolloutConfig
 from tasks.rollout.ledger import GroupKey, Ledger
 from tasks.store import Store, layout
 from tasks.trajectory import decode
@@ -45,10 +46,13 @@ async def _train(context: RunContext) -> dict[str, str]:
     return {"plots": f"{context.run}/plots"}  # drawn when the session closes
 
 
-async def lanes(context: RunContext, first: int, last: int) -> None:
-    """Iterations `first` to `last - 1`: the rollout lane and the training lane, side by side."""
+async def lanes(context: RunContext, first: int, last: int, waves: int | None = None) -> None:
+    """Iterations `first` to `last - 1`: the rollout lane and the training lane, side by side.
+
+    The rollout lane goes on to wave `waves - 1`, as if there were iterations for them; by default to `last - 1`.
+    """
     async with asyncio.TaskGroup() as group:
-        group.create_task(rollout_lane(context, first, last))
+        group.create_task(rollout_lane(context, first, waves or last))
         await training_lane(context, first, last)
         context.groups.close()
         await context.notify()
@@ -89,21 +93,29 @@ def first_open_iteration(context: RunContext) -> int:
 
 def restore_ledger(context: RunContext) -> Ledger:
     """The ledger as the store's batches and finished groups say."""
-    store, settings = context.store, context.config.rollout
+    store, consumed = context.store, consumed_groups(context.store)
+    finished = {key: _oldest_version(store, key) for key in _stored_groups(store) if key not in consumed}
+    return new_ledger(context.config.rollout, consumed, finished)
+
+
+def new_ledger(
+    settings: RolloutConfig, consumed: set[GroupKey], finished: dict[GroupKey, int] | None = None
+) -> Ledger:
+    """A ledger under these settings."""
+    barrier = settings.barrier != "none"
+    return Ledger(
+        settings.groups, settings.redundancy, settings.max_staleness, barrier, consumed, finished or {}
+    )
+
+
+def consumed_groups(store: Store) -> set[GroupKey]:
+    """The groups that the run's batches name."""
     consumed: set[GroupKey] = set()
     for k in store.numbers("batches"):
         manifest = store.manifest(layout.batch(k))
         if k >= 0 and manifest is not None:
             consumed |= {_group_key(name) for name in manifest["groups"]}
-    finished = {key: _oldest_version(store, key) for key in _stored_groups(store) if key not in consumed}
-    return Ledger(
-        settings.groups,
-        settings.redundancy,
-        settings.max_staleness,
-        settings.barrier != "none",
-        consumed,
-        finished,
-    )
+    return consumed
 
 
 def _stored_groups(store: Store) -> list[GroupKey]:

@@ -105,6 +105,11 @@ class InferenceConfig(Section):
     max_concurrent: int = Field(64, ge=1, description="sequences an engine runs at once (vLLM max_num_seqs)")
     kv_cache_gib: float = Field(0.5, gt=0, description="on CPU: memory for the KV cache, GiB")
     threads: int = Field(1, ge=1, description="on CPU: OpenMP threads of one engine")
+    update: Literal["keep", "abort"] = Field(
+        "keep",
+        description="requests in flight at an update of the weights: keep waits and goes on in the engine; abort gives"
+        " back what they have, and the client continues them",
+    )
     parity_tolerance: float = Field(1e-3, gt=0, description="largest |log-prob| difference to the trainer")
     start_deadline_s: float = Field(300.0, gt=0)
     request_deadline_s: float = Field(120.0, gt=0)

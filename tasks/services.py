@@ -67,21 +67,32 @@ class Registration:
 
 
 class Registrar:
-    """Writes a service's registration at once on every change and again every HEARTBEAT_S."""
+    """Writes a service's registration at once on every change and again every HEARTBEAT_S.
+
+    `measure`, if set, is called before every write and gives facts that change all the time; it must not raise.
+    """
 
     def __init__(self, store: Store, registration: Registration):
         self.store, self.registration = store, registration
+        self.measure: Callable[[], dict[str, Any]] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self.update()
+        self._write()  # the first one must succeed: a service without a registration is of no use
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the registration and write it."""
+        """Change fields of the registration and write it; a store that is away gets it with a later heartbeat."""
         with self._lock:
-            self.registration = replace(self.registration, **changes, heartbeat_at=time.time())
-            self.store.write_json(layout.service(self.registration.name), asdict(self.registration))
+            facts = {
+                **changes.pop("facts", self.registration.facts),
+                **(self.measure() if self.measure else {}),
+            }
+            self.registration = replace(self.registration, **changes, facts=facts)
+            try:
+                self._write()
+            except Exception as error:
+                print(f"heartbeat not written: {error}", file=sys.stderr, flush=True)
 
     def close(self, status: Status = "stopped", detail: str = "") -> None:
         """Stop the heartbeat and write the last word."""
@@ -89,12 +100,13 @@ class Registrar:
         self._thread.join(timeout=10)
         self.update(status=status, detail=detail)
 
+    def _write(self) -> None:
+        self.registration = replace(self.registration, heartbeat_at=time.time())
+        self.store.write_json(layout.service(self.registration.name), asdict(self.registration))
+
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
-            try:
-                self.update()
-            except Exception as error:  # the store may be away for a while; the next beat tries again
-                print(f"heartbeat not written: {error}", file=sys.stderr, flush=True)
+            self.update()
 
 
 def registered(store: Store, name: str) -> Registration | None:

@@ -6,7 +6,8 @@ or joins late catches up by itself.
 
 Invariants: the registration says `ready` with version v only after v was loaded and its parity held, and is
 written at once after each load; a version that does not match its probe is never registered, and the one
-before it serves on; whatever ends the agent ends the server too.
+before it serves on; a store that is away ends neither agent nor server; whatever ends the agent ends the
+server too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import tomllib
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from tasks.store import CorruptObject, Store, layout
 
 LOADS_KEPT = 50
 RETRY_FIRST_S, RETRY_LONGEST_S = 0.5, 15.0
+AWAY_S = 1.0  # between two looks at a store that is away
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,23 @@ class LocalVersion:
     folder: Path
     probe: dict[str, Any] | None
     prefetch_s: float
+    written_at: float  # when its manifest was, by the trainer's clock
+
+
+class BusyCount:
+    """The busy seconds of one engine over all its server processes: each of them starts from zero, this does not."""
+
+    def __init__(self) -> None:
+        self._by_process: dict[float, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, counted: dict[str, Any]) -> dict[str, Any]:
+        """Take an answer of `Engine.busy` in; returns the fact to register: `busy_s`, `at` (epoch), `in_flight`."""
+        with self._lock:
+            process = counted["started_at"]
+            self._by_process[process] = max(counted["busy_s"], self._by_process.get(process, 0.0))
+            total = sum(self._by_process.values())
+        return {"busy_s": total, "at": time.time(), "in_flight": counted["in_flight"]}
 
 
 class Refused(Exception):
@@ -64,6 +84,9 @@ class Agent:
         self.serving: LocalVersion | None = None
         self.refused: int | None = None
         self._api_key, self._log = api_key, log
+        self._busy_count = BusyCount()
+        self._busy: dict[str, Any] = {}
+        self._skipped = False  # the version before the one at hand, because it was overtaken
 
     def run(self) -> NoReturn:
         """Keep the engine running; restart it after a death, with back-off, as often as configured.
@@ -75,6 +98,7 @@ class Agent:
         self.store.wait_for("policy", self.config.inference.start_deadline_s, "the run's controller")
         self.store.fetch("policy", self.folder / "policy")
         self.engine = Engine(self.config, self.folder / "policy", port, self._api_key, self._log)
+        self.registrar.measure = self._measure
         deaths = 0
         try:
             while True:
@@ -104,13 +128,19 @@ class Agent:
         self.say(f"the vLLM server is up after {time.monotonic() - started:.1f} s; waiting for weights")
         if self.serving is not None:  # a restart: the version that it served is still on the local disk
             self._load(self.serving)
+        away = False
         while True:
             self.engine.check()
-            version = self._newest()
-            if version is not None:
-                self._take(version)
-            else:
-                time.sleep(self.store.poll_s)
+            try:
+                version = self._newest()
+                away = False
+                if version is not None:
+                    self._take(version)
+            except OSError as error:  # TimeoutError too; the engine serves on meanwhile
+                if not away:
+                    self.say(f"the store is away: {error}".splitlines()[0])
+                away = True
+            time.sleep(AWAY_S if away else self.store.poll_s)
 
     def _newest(self) -> int | None:
         """The newest complete version in the store, if it is newer than the one served and not refused.
@@ -129,9 +159,16 @@ class Agent:
         return None
 
     def _take(self, version: int) -> None:
-        """Prefetch, load and check a version; a version that fails twice is refused."""
+        """Prefetch, load and check a version; a version that fails twice is refused.
+
+        One that was overtaken while it was fetched is not loaded, but never two in a row: a trainer that
+        publishes faster than the fetch must not keep the engine on an old version.
+        """
         local = self._prefetch(version)
         if local is None:
+            return
+        self._skipped = not self._skipped and self._newest() != version
+        if self._skipped:
             return
         try:
             self._load(local)
@@ -154,10 +191,11 @@ class Agent:
             self.engine.check()
             try:
                 manifest = self.store.fetch(layout.weights(version), folder)
-                return LocalVersion(version, folder, manifest.get("probe"), time.monotonic() - started)
+                took = time.monotonic() - started
+                return LocalVersion(version, folder, manifest.get("probe"), took, manifest["written_at"])
             except FileNotFoundError:
                 return None
-            except (CorruptObject, DeadlineExceeded) as error:
+            except (CorruptObject, OSError) as error:
                 self.say(f"version {version} cannot be fetched, trying again in {pause:.1f} s: {error}")
             time.sleep(pause)
             pause = min(2 * pause, RETRY_LONGEST_S)
@@ -169,15 +207,19 @@ class Agent:
         started_at = time.time()
         times = self.engine.load(local.folder, local.version)
         difference = parity(self.engine, local.probe) if local.probe else None
-        load = {
+        load: dict[str, Any] = {
             "version": local.version,
             "parity": difference,
             "prefetch_s": local.prefetch_s,
             "pause_s": times.pause_s,
             "load_s": times.load_s,
+            "requests_in_flight": times.requests_in_flight,
+            "tokens_in_flight": times.tokens_in_flight,
             "started_at": started_at,
             "at": time.time(),
         }
+        if local is not self.serving:  # not after a restart
+            load["serving_s"] = load["at"] - local.written_at
         self.loads = [*self.loads, load][-LOADS_KEPT:]
         tolerance = self.config.inference.parity_tolerance
         if difference is not None and not difference <= tolerance:
@@ -199,6 +241,14 @@ class Agent:
             facts={"loads": self.loads},
         )
         self._tidy()
+
+    def _measure(self) -> dict[str, Any]:
+        """How busy the engine is, for every registration; the last count stands while it does not answer."""
+        try:
+            self._busy = self._busy_count.add(self.engine.busy())
+        except EngineDied:
+            pass
+        return {"busy": self._busy} if self._busy else {}
 
     def _tidy(self) -> None:
         """Keep the two newest loaded versions on the local disk."""
@@ -237,11 +287,13 @@ def main() -> None:
             "failed" if gave_up else "stopped", agent.registrar.registration.detail if gave_up else ""
         )
         raise
+    except UserError as error:  # a restart would not help
+        agent.registrar.close("failed", str(error))
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(GAVE_UP) from None
     except Exception as error:
         agent.registrar.close("failed", str(error))
-        if not isinstance(error, UserError):
-            raise
-        sys.exit(f"error: {error}")
+        raise
 
 
 def _end(*_: object) -> None:

@@ -23,6 +23,7 @@ from tasks.store import Store
 
 FRESH_S = 10 * HEARTBEAT_S  # a registration whose heartbeat is older does not count
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+ABORTED = "abort"  # vLLM's word for a request that an update of the weights cut short
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,16 @@ class Generation:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop" or "length"; ABORTED only inside this module
+
+    def followed_by(self, rest: Generation) -> Generation:
+        """This one and its continuation as one."""
+        return Generation(
+            [*self.tokens, *rest.tokens],
+            [*self.logprobs, *rest.logprobs],
+            [*self.versions, *rest.versions],
+            rest.finish_reason,
+        )
 
 
 class EngineClient:
@@ -62,39 +72,44 @@ class EngineClient:
         """Continue `tokens` by up to `max_tokens`, ending after the first of `stop_token_ids`.
 
         Requests with the same `sticky` key go to the same engine (its prefix cache holds their past) while it
-        answers, else to the next one. Lost connections, 5xx and answers of an engine without a version yet
-        are retried with back-off. Raises DeadlineExceeded after `deadline_s`, ValueError for a request that
-        the engine refuses.
+        answers, else to the next one. A request that an update of the weights aborts is continued from its own
+        tokens, none of which is lost or made again. Lost connections, 5xx and answers of an engine without a
+        version yet are retried with back-off. Raises DeadlineExceeded after `deadline_s`, ValueError for a
+        request that the engine refuses.
         """
-        sampling = {
-            "max_tokens": max_tokens,
+        sampling: dict[str, Any] = {
             "temperature": temperature,
             "stop_token_ids": list(stop_token_ids),
             "logprobs": 0,  # that of the sampled token alone
             "detokenize": False,
             "ignore_eos": True,  # what ends a turn is the caller's stop_token_ids and nothing else
         }
-        if seed is not None:
-            sampling["seed"] = seed
-        body = json.dumps({"token_ids": [int(t) for t in tokens], "sampling_params": sampling}).encode()
-        return self._send(body, zlib.crc32(sticky.encode()))
+        prompt, choice = [int(t) for t in tokens], zlib.crc32(sticky.encode())
+        deadline = time.monotonic() + self.deadline_s
+        made = Generation([], [], [], ABORTED)
+        while made.finish_reason == ABORTED:
+            sampling["max_tokens"] = max_tokens - len(made.tokens)
+            if seed is not None:  # another one for each part, or the parts would share their random numbers
+                sampling["seed"] = seed + len(made.tokens)
+            request = {"token_ids": prompt + made.tokens, "sampling_params": sampling}
+            made = made.followed_by(self._send(json.dumps(request).encode(), choice, deadline))
+        return made
 
     def close(self) -> None:
         """Close the idle connections."""
         for engine in self._engines:
             engine.close()
 
-    def _send(self, body: bytes, choice: int) -> Generation:
-        started, pause, failures = time.monotonic(), FIRST_PAUSE_S, 0
+    def _send(self, body: bytes, choice: int, deadline: float) -> Generation:
+        pause, failures = FIRST_PAUSE_S, 0
         while True:
             engine = self._engines[(choice + failures) % len(self._engines)]
-            left = self.deadline_s - (time.monotonic() - started)
             try:
-                return self._ask(engine, body, left)
+                return self._ask(engine, body, deadline - time.monotonic())
             except _Unavailable as error:
                 failures += 1
                 last = f"{engine.address} ({error})"
-            if time.monotonic() - started + pause > self.deadline_s:
+            if time.monotonic() + pause > deadline:
                 raise DeadlineExceeded("an answer of an engine", self.deadline_s, f"the engine at {last}")
             if failures % len(self._engines) == 0:  # every engine has been asked
                 time.sleep(pause)
@@ -162,9 +177,9 @@ class _Connections:
 
 def _generation(answer: dict[str, Any]) -> Generation:
     choice = answer["choices"][0]
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise _Unavailable(f"the request ended with {choice['finish_reason']!r}")
-    tokens = choice["token_ids"]
+    tokens, ended = choice["token_ids"], choice["finish_reason"]
+    if ended not in ("stop", "length", ABORTED) or (ended == ABORTED and not tokens):
+        raise _Unavailable(f"the request ended with {ended!r} after {len(tokens)} tokens")
     versions: list[int] = []
     for span in choice["weight_versions"] or []:
         try:
@@ -175,7 +190,7 @@ def _generation(answer: dict[str, Any]) -> Generation:
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     if not len(tokens) == len(logprobs) == len(versions):
         raise _Unavailable(f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions")
-    return Generation(tokens, logprobs, versions, choice["finish_reason"])
+    return Generation(tokens, logprobs, versions, ended)
 
 
 def served_version(store: Store, engines: int) -> int | None:

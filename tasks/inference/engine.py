@@ -30,6 +30,7 @@ from tasks.services import end_processes, free_port, tail
 HOST = "127.0.0.1"
 BLOCK_TOKENS = 32  # of the KV cache; the smallest the CPU kernels like, so that short episodes share prefixes
 CONTROL_DEADLINE_S = 600.0  # one control call: a load of a large model from a local disk
+BUSY_DEADLINE_S = 2.0
 
 
 class EngineDied(Exception):
@@ -38,10 +39,15 @@ class EngineDied(Exception):
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """Seconds of one load: `pause_s` from the pause to the resume, of which `load_s` reads the weights."""
+    """Seconds of one load: `pause_s` from the pause to the resume, of which `load_s` reads the weights.
+
+    And what was in flight just before the pause: requests, and tokens as GET /busy counts them.
+    """
 
     pause_s: float
     load_s: float
+    requests_in_flight: int
+    tokens_in_flight: int
 
 
 class Engine:
@@ -115,13 +121,15 @@ class Engine:
     # its control routes
 
     def load(self, folder: Path, version: int) -> LoadTimes:
-        """Replace the weights by those in the local `folder`; requests in flight wait and then go on.
+        """Replace the weights by those in the local `folder`.
 
-        The prefix cache is emptied, and requests in flight recompute theirs: no key or value of older weights
-        is used again. Raises EngineDied, httpx.HTTPError.
+        Requests in flight wait and then go on (inference.update = "keep"), or come back at once with what they
+        have ("abort"). The prefix cache is emptied, and kept requests recompute theirs: no key or value of older
+        weights is used again. Raises EngineDied, httpx.HTTPError.
         """
+        before = self.busy()
         paused = time.monotonic()
-        self._post("/pause?mode=keep")
+        self._post(f"/pause?mode={self.config.inference.update}")
         try:
             began = time.monotonic()
             self._post("/start_weight_update")
@@ -132,7 +140,16 @@ class Engine:
                 raise EngineDied("the vLLM server could not empty its prefix cache after a load")
         finally:
             self._post("/resume")
-        return LoadTimes(pause_s=time.monotonic() - paused, load_s=loaded - began)
+        return LoadTimes(
+            pause_s=time.monotonic() - paused,
+            load_s=loaded - began,
+            requests_in_flight=before["in_flight"],
+            tokens_in_flight=before["tokens_in_flight"],
+        )
+
+    def busy(self) -> dict[str, Any]:
+        """What the server counted, see `server.CountRequests`. Raises EngineDied if it does not answer now."""
+        return self._ask("GET", server.BUSY, timeout=BUSY_DEADLINE_S)
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
         """log p(tokens[j + 1] | tokens[: j + 1]) at temperature 1 for every j: len(tokens) - 1 values, nats."""
@@ -154,13 +171,14 @@ class Engine:
             "ignore_eos": True,
             **sampling,
         }
-        return self._post(
-            "/inference/v1/generate", {"token_ids": list(tokens), "sampling_params": parameters}
-        )
+        return self._post(server.GENERATE, {"token_ids": list(tokens), "sampling_params": parameters})
 
     def _post(self, route: str, body: dict[str, Any] | None = None) -> Any:
+        return self._ask("POST", route, json=body)
+
+    def _ask(self, method: str, route: str, **request: Any) -> Any:
         try:
-            answer = self._http.post(route, json=body)
+            answer = self._http.request(method, route, **request)
         except httpx.TransportError as error:
             self.check()
             raise EngineDied(f"the vLLM server does not answer {route}: {error!r}") from error
@@ -215,7 +233,8 @@ def arguments(config: RunConfig, policy: Path, port: int) -> list[str]:
         "--served-model-name=policy",
         f"--host={HOST}",
         f"--port={port}",
-        f"--middleware={server.__name__}.{server.RequireKey.__name__}",
+        f"--middleware={server.__name__}.{server.CountRequests.__name__}",
+        f"--middleware={server.__name__}.{server.RequireKey.__name__}",  # the last one is the outermost
         f"--dtype={inference.dtype}",
         f"--max-model-len={config.policy.context_limit}",
         f"--max-num-seqs={inference.max_concurrent}",

@@ -1,9 +1,10 @@
 """The process of one vLLM server: `python -m tasks.inference.server <vLLM's arguments>`.
 
-vLLM's own OpenAI-compatible server, with three differences. It dies with the process that started it, its
+vLLM's own OpenAI-compatible server, with four differences. It dies with the process that started it, its
 engine core too, however that ends. Every route but /health wants the API key: vLLM's own key leaves the
-control routes (/pause, /update_weights, /collective_rpc) open. And on CPU the engine core is forked instead of
-spawned, which saves importing everything a second time (15-20 s of each start on one core).
+control routes (/pause, /update_weights, /collective_rpc) open. GET /busy says how busy it has been. And on CPU
+the engine core is forked instead of spawned, which saves importing everything a second time (15-20 s of each
+start on one core).
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import hmac
 import json
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 API_KEY = "ROLLART_API_KEY"
 FORK = "ROLLART_ENGINE_FORK"
+GENERATE, BUSY = "/inference/v1/generate", "/busy"
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None)
@@ -43,13 +46,63 @@ class RequireKey:
         return hmac.compare_digest(given, self.expected)
 
 
+class CountRequests:
+    """ASGI middleware: counts the requests that generate, and answers GET /busy with what it counted.
+
+    The answer: `busy_s`, seconds since `started_at` (epoch) with at least one request in flight; `in_flight`,
+    the requests now; `tokens_in_flight`, prompt and generated tokens of those past their prefill, which is what
+    an update of the weights makes the engine compute again.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]):
+        self.app = app
+        self.started_at = time.time()
+        self.in_flight = 0
+        self._busy_s, self._since = 0.0, 0.0
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        path = scope["path"] if scope["type"] == "http" else None
+        if path == GENERATE:
+            await self._count(scope, receive, send)
+        elif path == BUSY:
+            await _answer(send, 200, {**self.counted(), "tokens_in_flight": _tokens_in_flight(scope)})
+        else:
+            await self.app(scope, receive, send)
+
+    def counted(self) -> dict[str, float]:
+        """What GET /busy answers, but the tokens."""
+        open_s = time.monotonic() - self._since if self.in_flight else 0.0
+        return {"started_at": self.started_at, "busy_s": self._busy_s + open_s, "in_flight": self.in_flight}
+
+    async def _count(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if self.in_flight == 0:
+            self._since = time.monotonic()
+        self.in_flight += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.in_flight -= 1
+            if self.in_flight == 0:
+                self._busy_s += time.monotonic() - self._since
+
+
+def _tokens_in_flight(scope: dict[str, Any]) -> int:
+    """By vLLM's own record of its requests: exact, and it costs nothing until it is asked for."""
+    states = scope["app"].state.engine_client.output_processor.request_states.values()
+    return sum(s.prompt_len + s.detokenizer.num_output_tokens() for s in states if not s.is_prefilling)
+
+
 async def _refuse(scope: dict[str, Any], send: Any) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
-        return
-    body = json.dumps({"error": "this route needs the engine's API key"}).encode()
+    else:
+        await _answer(send, 401, {"error": "this route needs the engine's API key"})
+
+
+async def _answer(send: Any, status: int, content: dict[str, Any]) -> None:
+    body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -4,7 +4,8 @@ Prefect sees stages, Dask sees episodes. A future carries one small EpisodeSpec 
 rest (configuration, tokenizer, engine client) each worker reads from the store once. All pools of a run share
 the cluster's slots, and an episode is handed to Dask when there is a slot for it: those of older waves first. A
 worker that dies costs a retry of its episodes: Dask runs them again elsewhere, and after several deaths under
-one episode that episode counts as failed.
+one episode that episode counts as failed. A scheduler that dies loses all of its futures: the client connects to
+the next one at the same address, and the episodes that were lost are handed out again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client, Future, get_worker
+from distributed.client import FutureCancelledError
 from distributed.worker import thread_state
 
 from tasks.config import RunConfig, parse_config
@@ -204,7 +206,8 @@ class EpisodePool:
         self._specs: dict[Any, EpisodeSpec] = {}  # by key of the future
         self._finished: asyncio.Queue[Future] = asyncio.Queue()
         self._results: deque[Result] = deque()
-        self._waiting: dict[EpisodeSpec, int] = {}  # to their priority
+        self._waiting: set[EpisodeSpec] = set()
+        self._priority: dict[EpisodeSpec, int] = {}  # of those waiting and those with Dask
         self._order: list[tuple[int, int, EpisodeSpec]] = []  # heap of (-priority, number, spec)
         self._name, self._submitted = secrets.token_hex(4), 0  # a future's key is never used twice
 
@@ -222,17 +225,16 @@ class EpisodePool:
         """Send episodes; returns at once. Higher `priority` first; by default older waves first."""
         for spec in specs:
             if spec not in self._futures and spec not in self._waiting:
-                self._waiting[spec] = -spec.wave if priority is None else priority
-                heapq.heappush(self._order, (-self._waiting[spec], self._submitted, spec))
-                self._submitted += 1
-        self._slots.join(self)
+                self._priority[spec] = -spec.wave if priority is None else priority
+                self._wait_for_slot(spec)
         self._slots.fill()
 
     async def cancel(self, specs: Iterable[EpisodeSpec]) -> None:
         """Drop episodes: those waiting never start, those running stop at their next turn. No result comes."""
         futures = []
         for spec in specs:
-            self._waiting.pop(spec, None)
+            self._waiting.discard(spec)
+            self._priority.pop(spec, None)
             future = self._futures.pop(spec, None)
             if future is not None:
                 del self._specs[future.key]
@@ -255,7 +257,8 @@ class EpisodePool:
         while room > 0 and self._order:
             _, number, spec = heapq.heappop(self._order)
             if spec in self._waiting:  # else cancelled
-                chosen[self._waiting.pop(spec)].append((number, spec))
+                self._waiting.discard(spec)
+                chosen[self._priority[spec]].append((number, spec))
                 room -= 1
         if not self._order:
             self._slots.leave(self)
@@ -292,6 +295,12 @@ class EpisodePool:
         while self.in_flight:
             yield await self.next()
 
+    def _wait_for_slot(self, spec: EpisodeSpec) -> None:
+        self._waiting.add(spec)
+        heapq.heappush(self._order, (-self._priority[spec], self._submitted, spec))
+        self._submitted += 1
+        self._slots.join(self)
+
     def _done(self, future: Future) -> None:
         """From one of Dask's threads."""
         if not self._loop.is_closed():
@@ -304,9 +313,7 @@ class EpisodePool:
             finished.append(self._finished.get_nowait())
         wanted = [future for future in finished if future.key in self._specs]
         good = [future for future in wanted if future.status == "finished"]
-        results = (
-            dict(zip([f.key for f in good], await self._client.gather(good), strict=True)) if good else {}
-        )
+        results = await self._gather(good)
         for future in wanted:
             if future.key not in results and future.status in ("pending", "lost"):
                 future.add_done_callback(self._done)  # its result died with its worker; Dask makes it again
@@ -316,19 +323,29 @@ class EpisodePool:
                 continue
             del self._futures[spec]
             self._slots.take(-1)
+            if future.key not in results and future.status != "error":
+                self._wait_for_slot(spec)  # lost with its scheduler
+                continue
+            del self._priority[spec]
             self._results.append(
                 results[future.key] if future.key in results else await _failure(spec, future)
             )
         self._slots.fill()
 
+    async def _gather(self, futures: list[Future]) -> dict[Any, Result]:
+        """The results of finished futures by key; none if their scheduler died before it handed them out."""
+        if not futures:
+            return {}
+        try:
+            return dict(zip([f.key for f in futures], await self._client.gather(futures), strict=True))
+        except (OSError, FutureCancelledError):
+            return {}
+
 
 async def _failure(spec: EpisodeSpec, future: Future) -> EpisodeFailure:
-    """What a future without a result means. Raises UserError if that is what the episode raised."""
-    if future.status == "error":
-        error = await future.exception()
-        if isinstance(error, UserError):
-            raise error
-        reason = f"{type(error).__name__}: {error}"[:500]
-    else:
-        reason = f"the environments cluster lost it ({future.status})"
+    """What the error of a future means. Raises UserError if that is what the episode raised."""
+    error = await future.exception()
+    if isinstance(error, UserError):
+        raise error
+    reason = f"{type(error).__name__}: {error}"[:500]
     return EpisodeFailure(**vars(spec), stage="worker", reason=reason, attempts=1)

@@ -50,10 +50,15 @@ class Ledger:
             self._entries.setdefault(key, _Entry("finished", oldest))
         self.expired = 0  # groups that got too old and were dispatched again
         self.failures = 0  # groups replaced because their environments failed
+        self.closed = False  # nothing more is wanted
         self.dropped = 0  # spare groups that lost, and groups in flight when the last batch was full
 
     def admits(self, wave: int, version: int) -> bool:
-        """Whether `wave` may be dispatched while the engines serve `version`."""
+        """Whether `wave` may be dispatched while the engines serve `version`. Of a closed ledger, so that its
+        flow ends.
+        """
+        if self.closed:
+            return True
         if self.barrier and any(
             w < wave and e.state in ("pending", "running") for (w, _), e in self._entries.items()
         ):
@@ -62,6 +67,8 @@ class Ledger:
 
     def open_wave(self, wave: int) -> None:
         """Add the groups of a wave; what a restart restored is kept as it stands."""
+        if self.closed:
+            return
         for group in range(self.groups + self.redundancy):
             self._entries.setdefault((wave, group), _Entry())
         self.losers(wave)
@@ -138,6 +145,7 @@ class Ledger:
 
     def close(self) -> list[GroupKey]:
         """The last batch is closed: nothing else is wanted. Returns the keys whose episodes are to be cancelled."""
+        self.closed = True
         return self._drop([key for key, e in self._entries.items() if e.state in LIVE[:3]])
 
     def finished_keys(self) -> set[GroupKey]:

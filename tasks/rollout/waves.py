@@ -10,11 +10,11 @@ from tasks.trajectory import EpisodeSpec
 EVALUATION_WAVE = -1  # wave of episodes that no batch consumes
 
 
-def group_specs(config: RunConfig, wave: int, group: int) -> list[EpisodeSpec]:
+def group_specs(config: RunConfig, wave: int, group: int, first_wave: int = 0) -> list[EpisodeSpec]:
     """The `group_size + spare_episodes` episodes of a group: one task and one environment seed, drawn from (seed,
-    wave, group).
+    wave - first_wave, group).
     """
-    rng = np.random.default_rng([config.seed, wave, group])
+    rng = np.random.default_rng([config.seed, wave - first_wave, group])
     weights = np.array([task.weight for task in config.tasks])
     task = config.tasks[int(rng.choice(len(weights), p=weights / weights.sum()))]
     seed = int(rng.integers(2**31))

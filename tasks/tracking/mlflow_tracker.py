@@ -23,7 +23,7 @@ from typing import Any, Literal
 from tasks.config import RunConfig
 from tasks.services import PARENT, home, this_process, work_folder
 from tasks.store import Store
-from tasks.tracking.spool import Item, Spool, redact
+from tasks.tracking.spool import Item, Spool, logger, redact
 
 RUN_TAG = "rollart.run"
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
@@ -193,7 +193,7 @@ class Tracker:
         said = f"registering version {version} as {name!r} failed; see {self.folder}/register.log"
         if self.files.stopped.is_set() or self._failed_registrations < REGISTRATIONS_TRIED:
             raise RuntimeError(said)  # again later
-        print(said, file=sys.stderr, flush=True)  # MLflow has answered, so another try would end the same way
+        logger.warning(said)  # MLflow has answered, so another try would end the same way
 
 
 class _Run:
@@ -273,9 +273,7 @@ class _Run:
             if error.get_http_status_code() != 400:
                 raise
             if len(entities) == 1:
-                print(
-                    redact(f"MLflow refuses {entities[0].key!r}: {error}")[:300], file=sys.stderr, flush=True
-                )
+                logger.warning(redact(f"MLflow refuses {entities[0].key!r}: {error}")[:300])
                 return
             for entity in entities:
                 self._send(run_id, kind, [entity])

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+logger = logging.getLogger("rollart.tracking")
 
 Item = dict[str, Any]
 LINES_AT_ONCE = 500
@@ -134,14 +136,16 @@ class Spool:
             self.send(items)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            self._say(f"{self.name} are kept in {self.lines} for now: {redact(reason)}")
+            self._say(f"MLflow takes no {self.name}; they are kept in {self.lines} for now: {redact(reason)}")
             return False
+        if self.last_error:
+            logger.warning("MLflow takes %s again", self.name)
         self.last_error = ""
         return True
 
     def _say(self, message: str) -> None:
         if message != self.last_error:
-            print(message, file=sys.stderr, flush=True)
+            logger.warning(message)
         self.last_error = message
 
     def _rest(self, pause: float) -> None:

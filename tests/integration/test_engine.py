@@ -32,13 +32,18 @@ START_S = 180.0
 class Run:
     """A store with a tiny policy, and an agent process on it."""
 
-    def __init__(self, folder: Path, *, tied: bool):
+    def __init__(self, folder: Path, *, tied: bool, **inference: Any):
         self.folder, self.tied = folder, tied
         self.store = Store(str(folder / "run"))
         config = parse_config(
             {
                 "policy": {"context_limit": CONTEXT},
-                "inference": {"parity_tolerance": 1e-4, "kv_cache_gib": 0.25, "max_concurrent": 16},
+                "inference": {
+                    "parity_tolerance": 1e-4,
+                    "kv_cache_gib": 0.25,
+                    "max_concurrent": 16,
+                    **inference,
+                },
             }
         )
         self.store.write(layout.CONFIG, config.to_toml().encode())
@@ -178,23 +183,66 @@ def test_log_probs_are_those_of_the_sampling_distribution_also_after_an_update(
     assert difference(generation.logprobs, recomputed(old, tokens, generation, temperature)) > 0.1
 
 
-def test_a_request_in_flight_survives_an_update_and_shows_both_versions(run: Run) -> None:
+def updated_in_flight(run: Run, requests: int) -> tuple[list[Generation], dict[str, Any]]:
+    """Publish a version while `requests` requests are in flight, and check every token of every one of them.
+
+    Returns the generations and what the agent recorded about the load.
+    """
     client, version = run.client(), run.registration().version or 0
     old = run.publish(version + 1, seed=version + 1)
     run.wait_for_version(version + 1)
-    prompts = [prompt(12, seed) for seed in range(8)]
-    with ThreadPoolExecutor(8) as threads:
+    prompts = [prompt(12, seed) for seed in range(requests)]
+    with ThreadPoolExecutor(requests) as threads:
         futures = [threads.submit(ask, client, tokens, CONTEXT - 20) for tokens in prompts]
         time.sleep(0.3)
         new = run.publish(version + 2, seed=version + 2)
         generations = [future.result() for future in futures]
-    assert all(len(generation.tokens) == CONTEXT - 20 for generation in generations)
-    assert all(set(generation.versions) == {version + 1, version + 2} for generation in generations)
     for tokens, generation in zip(prompts, generations, strict=True):
-        switch = generation.versions.index(version + 2)
+        assert len(generation.tokens) == CONTEXT - 20 and generation.finish_reason == "length"
+        assert set(generation.versions) <= {version + 1, version + 2}
+        switch = [*generation.versions, version + 2].index(version + 2)
+        assert set(generation.versions[switch:]) <= {version + 2}
         by_old, by_new = recomputed(old, tokens, generation), recomputed(new, tokens, generation)
-        assert difference(generation.logprobs[:switch], by_old[:switch]) < 1e-3
-        assert difference(generation.logprobs[switch:], by_new[switch:]) < 1e-3
+        assert difference([0, *generation.logprobs[:switch]], [0, *by_old[:switch]]) < 1e-3
+        assert difference([0, *generation.logprobs[switch:]], [0, *by_new[switch:]]) < 1e-3
+    return generations, run.wait_for_version(version + 2).facts["loads"][-1]
+
+
+def check_load(load: dict[str, Any], requests: int, running: int) -> None:
+    """What was recorded about an update during which `requests` were in flight, `running` of them past their prefill."""
+    assert load["requests_in_flight"] == requests
+    assert running * 12 < load["tokens_in_flight"] < running * (CONTEXT - 8)
+    assert 0 < load["load_s"] < load["pause_s"] < load["serving_s"] < 20
+    assert load["prefetch_s"] + load["pause_s"] < load["serving_s"]
+
+
+def test_a_request_in_flight_survives_an_update_and_shows_both_versions(run: Run) -> None:
+    generations, load = updated_in_flight(run, 8)
+    assert all(len(set(generation.versions)) == 2 for generation in generations)
+    check_load(load, 8, 8)
+    busy = run.wait(lambda found: found.facts["busy"]["at"] > load["at"]).facts["busy"]
+    assert busy["busy_s"] > 0.3 and busy["in_flight"] == 0
+    later = run.wait(lambda found: found.facts["busy"]["at"] > busy["at"]).facts["busy"]
+    assert busy["busy_s"] == later["busy_s"] and later["in_flight"] == 0  # nothing was asked of it
+
+
+def test_an_update_that_aborts_what_is_in_flight_loses_no_token_and_makes_none_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, tied=False, update="abort")
+    run.start()
+    try:
+        run.publish(0, seed=0)
+        run.wait_for_version(0, START_S)
+        generations, load = updated_in_flight(run, 24)
+        assert sum(len(set(generation.versions)) == 2 for generation in generations) == 16
+        waiting = [generation for generation in generations if len(set(generation.versions)) == 1]
+        assert len(waiting) == 8  # these came back without a token
+        assert all(set(generation.versions) == {generations[0].versions[-1]} for generation in waiting)
+        check_load(load, 24, 16)
+        run.publish(4, seed=4)  # with nothing in flight
+        load = run.wait_for_version(4).facts["loads"][-1]
+        assert (load["requests_in_flight"], load["tokens_in_flight"]) == (0, 0)
+    finally:
+        run.end()
 
 
 def test_the_stop_token_is_in_the_answer(run: Run) -> None:
@@ -257,7 +305,7 @@ def test_every_control_route_wants_the_key(run: Run) -> None:
             "/inference/v1/generate",
         ):
             assert stranger.post(route, json={}).status_code == 401
-        for route in ("/metrics", "/weight_info", "/server_info", "/v1/models"):
+        for route in ("/busy", "/metrics", "/weight_info", "/server_info", "/v1/models"):
             assert stranger.get(route).status_code == 401
             assert stranger.get(route, headers={"Authorization": "Bearer x"}).status_code == 401
         assert stranger.get("/health").status_code == 200

@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tasks.config import parse_config
 from tasks.errors import DeadlineExceeded, UserError
+from tasks.inference.agent import BusyCount
 from tasks.inference.client import EngineClient, served_version
 from tasks.inference.engine import choose_port
-from tasks.inference.server import API_KEY, RequireKey
+from tasks.inference.server import API_KEY, BUSY, GENERATE, CountRequests, RequireKey
 from tasks.services import Registration
 from tasks.store import Store, layout
 
@@ -39,6 +41,18 @@ GOOD = {
 Answer = tuple[int, dict[str, Any]]
 
 
+def part(ended: str, tokens: list[int], version: str = "3") -> Answer:
+    """An answer whose log-probs are -0.01 times the token."""
+    spans = [{"version": version, "start": 0, "end": len(tokens)}] if tokens else []
+    choice = {
+        "finish_reason": ended,
+        "token_ids": tokens,
+        "logprobs": {"content": [{"logprob": -token / 100} for token in tokens]},
+        "weight_versions": spans,
+    }
+    return 200, {"choices": [choice]}
+
+
 def unready() -> dict[str, Any]:
     answer = json.loads(json.dumps(GOOD))
     answer["choices"][0]["weight_versions"] = [{"version": "default", "start": 0, "end": 3}]
@@ -50,6 +64,7 @@ class Server:
 
     def __init__(self, answers: list[Answer], delay_s: float = 0.0):
         self.requests: list[dict[str, Any]] = []
+        self.answers = answers
         self.connections: set[Any] = set()
         server = self
 
@@ -113,6 +128,43 @@ def test_every_token_has_its_log_prob_and_the_version_of_its_span(serve: Callabl
     assert server.requests[0]["key"] == "Bearer secret"
     sampling = server.requests[0]["sampling_params"]
     assert (sampling["temperature"], sampling["seed"], sampling["stop_token_ids"]) == (0.7, 9, [1])
+
+
+def test_an_aborted_request_is_continued_from_its_own_tokens(serve: Callable[..., Server]) -> None:
+    server = serve(part("abort", [11, 12], "3"), part("abort", [], "4"), part("abort", [13], "4"))
+    client = EngineClient([server.address], "k", 5)
+    server.answers.append(part("length", [14, 15], "5"))
+    generation = client.generate([5, 6], max_tokens=5, temperature=0.7, stop_token_ids=[1], seed=9)
+    assert generation.tokens == [11, 12, 13, 14, 15]
+    assert generation.logprobs == [-0.11, -0.12, -0.13, -0.14, -0.15]
+    assert generation.versions == [3, 3, 4, 5, 5]
+    assert generation.finish_reason == "length"
+    asked = [(r["token_ids"], r["sampling_params"]["max_tokens"]) for r in server.requests]
+    assert asked[0] == ([5, 6], 5)
+    assert asked[1:3] == [([5, 6, 11, 12], 3)] * 2  # nothing had been made of it: the same again
+    assert asked[3] == ([5, 6, 11, 12, 13], 2)
+    seeds = [r["sampling_params"]["seed"] for r in server.requests]
+    assert (
+        seeds[0] == 9 and len({seeds[0], seeds[1], seeds[3]}) == 3
+    )  # no part repeats another's random numbers
+    others = [{**r["sampling_params"], "seed": 0, "max_tokens": 0} for r in server.requests]
+    assert all(other == others[0] for other in others)
+
+
+def test_tokens_of_an_aborted_request_survive_the_engine(serve: Callable[..., Server]) -> None:
+    server = serve(part("abort", [11, 12]), (503, {}), (200, unready()), part("stop", [1], "7"))
+    generation = ask(EngineClient([server.address], "k", 5))
+    assert (generation.tokens, generation.versions) == ([11, 12, 1], [3, 3, 7])
+
+
+def test_all_parts_share_one_deadline(serve: Callable[..., Server]) -> None:
+    server = serve(*[part("abort", [11])] * 20, delay_s=0.2)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=server.address):
+        EngineClient([server.address], "k", 0.7).generate(
+            [5], max_tokens=50, temperature=1.0, stop_token_ids=[]
+        )
+    assert time.monotonic() - started < 1.2
 
 
 def test_requests_of_one_thread_share_one_connection(serve: Callable[..., Server]) -> None:
@@ -216,6 +268,65 @@ def test_every_route_but_health_wants_the_key(
     asyncio.run(RequireKey(app)(scope, None, send))
     assert bool(reached) is passes
     assert passes or sent[0]["status"] == 401
+
+
+class RunningRequest:
+    """What vLLM keeps of a request, as far as GET /busy reads it."""
+
+    def __init__(self, prompt_len: int, generated: int):
+        self.prompt_len, self.is_prefilling, self.detokenizer = prompt_len, generated == 0, self
+        self.num_output_tokens = lambda: generated
+
+
+def scope_of(path: str, *requests: RunningRequest) -> dict[str, Any]:
+    processor = SimpleNamespace(request_states=dict(enumerate(requests)))
+    state = SimpleNamespace(engine_client=SimpleNamespace(output_processor=processor))
+    app = SimpleNamespace(state=state)
+    return {"type": "http", "method": "GET", "path": path, "headers": [], "app": app}
+
+
+def test_busy_seconds_are_those_with_at_least_one_request_in_flight() -> None:
+    async def app(scope: dict[str, Any], *_: Any) -> None:
+        await asyncio.sleep(scope.get("for", 0.3))
+        if scope.get("raise"):
+            raise ValueError
+
+    async def busy(count: CountRequests, *requests: RunningRequest) -> dict[str, Any]:
+        sent: list[Any] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await count(scope_of(BUSY, *requests), None, send)
+        assert sent[0]["status"] == 200
+        return json.loads(sent[1]["body"])
+
+    async def measured() -> None:
+        count = CountRequests(app)
+        assert (await busy(count))["busy_s"] == 0
+        both = [asyncio.ensure_future(count(scope_of(GENERATE), None, None)) for _ in range(2)]
+        await asyncio.sleep(0.15)
+        now = await busy(count, RunningRequest(10, 5), RunningRequest(100, 0), RunningRequest(1, 2))
+        assert (now["in_flight"], now["tokens_in_flight"]) == (2, 18)  # one is not past its prefill
+        assert 0.1 < now["busy_s"] < 0.3  # counted while it goes on, and once for both
+        await asyncio.gather(*both)
+        await count(scope_of("/health"), None, None)
+        with pytest.raises(ValueError):  # a request that fails has been one, too
+            await count({**scope_of(GENERATE), "for": 0.2, "raise": True}, None, None)
+        done = await busy(count)
+        assert done["in_flight"] == 0 and 0.45 < done["busy_s"] < 0.75
+        assert done["started_at"] == now["started_at"]
+
+    asyncio.run(measured())
+
+
+def test_busy_seconds_never_fall_when_the_server_is_restarted() -> None:
+    count, seen = BusyCount(), []
+    for started_at, busy_s in ((1.0, 4.0), (1.0, 6.0), (1.0, 5.9), (2.0, 0.5), (2.0, 9.0), (3.0, 0.0)):
+        fact = count.add({"started_at": started_at, "busy_s": busy_s, "in_flight": 2, "tokens_in_flight": 7})
+        assert fact["in_flight"] == 2 and time.time() - fact["at"] < 1
+        seen.append(fact["busy_s"])
+    assert seen == [4.0, 6.0, 6.0, 6.5, 15.0, 15.0]
 
 
 def test_a_taken_port_is_an_error_that_names_the_setting() -> None:

@@ -111,14 +111,15 @@ def test_a_damaged_offset_means_sending_again_not_losing(tmp_path: Path, offset:
 
 
 def test_the_message_about_a_dead_receiver_comes_once_and_without_its_password(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spool = Spool(tmp_path, "metrics", Receiver(refuse=4))
     spool.append({"n": 0})
     spool.start()
     assert spool.close(20)
-    said = capsys.readouterr().err
-    assert said.count("is down") == 1 and "hunter2" not in said and "***@host" in said
+    said = caplog.text
+    assert said.count("is down") == 1 and said.count("takes metrics again") == 1
+    assert "hunter2" not in said and "***@host" in said
 
 
 def test_the_interpreter_ends_at_once_with_a_hanging_receiver(tmp_path: Path) -> None:

@@ -1,0 +1,233 @@
+"""`rollart bench async`: four schedules of the same work, on the same services, in turns.
+
+All schedules share one policy that does not change, the same environment seeds, one engine, one trainer and one
+environments cluster; what differs is `[rollout]` alone. They take turns repeat by repeat, so that the machine's
+drift hits all alike. A turn is some iterations; its first ones fill the pipeline and are not measured, and the
+rollout lane goes on past the last one, so that no schedule is measured while it runs empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+from prefect import flow
+
+from flows.context import RunContext, named
+from flows.iteration import publish
+from flows.provision import provision
+from flows.session import in_session
+from flows.train import consumed_groups, lanes, latest_version, new_ledger
+from flows.warm_start import initial_policy
+from tasks.store import layout
+from tasks.tracking import activity
+from tasks.trajectory import Trajectory, decode
+
+FILL = 2  # iterations at the beginning of a turn that are not measured
+RESULTS = "bench/async.json"
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    # Generation and training take turns; every environment returns before the next generation; scoring after the
+    # last episode; nothing runs during a weight update.
+    "monolithic": {"max_staleness": 0, "barrier": "turn"},
+    # Trajectories are independent of each other, on-policy: everything else waits.
+    "synchronous": {"max_staleness": 0},
+    # The rollout of batch k + 1 overlaps the training of batch k, with a barrier between waves.
+    "one-off": {"max_staleness": 1, "barrier": "wave"},
+    # Trajectory-level asynchrony under a bound.
+    "rollart": {"max_staleness": 2},
+}
+
+# Log-normal latency of each environment call (mean in seconds, sigma of the logarithm), and the share of calls
+# that raise or hang until their deadline. `middle` has the paper's traits: resets slower than steps, a long tail
+# (the 99th percentile is 5 times the median), and a failing call in every few waves.
+PRESETS: dict[str, dict[str, dict[str, float]]] = {
+    "mild": {
+        "latency": {"step_mean_s": 0.4, "step_sigma": 0.4, "reset_mean_s": 0.6, "reset_sigma": 0.4},
+        "faults": {},
+    },
+    "middle": {
+        "latency": {"step_mean_s": 0.5, "step_sigma": 0.7, "reset_mean_s": 1.0, "reset_sigma": 0.7},
+        "faults": {"exception_share": 0.002, "hang_share": 0.001},
+    },
+    "heavy": {
+        "latency": {"step_mean_s": 0.6, "step_sigma": 1.0, "reset_mean_s": 1.5, "reset_sigma": 1.0},
+        "faults": {"exception_share": 0.005, "hang_share": 0.003},
+    },
+}
+
+
+@dataclass
+class Turn:
+    """What one schedule did in its turn. Seconds are of the measured iterations, per iteration."""
+
+    schedule: str
+    repeat: int
+    first: int
+    iterations: int
+    start: float
+    end: float
+    seconds: float
+    trajectories_per_s: float
+    trained_tokens: float
+    success: float
+    staleness: float
+    wasted_tokens: float
+    idle: dict[str, float]  # lane -> share of the time
+    work: dict[str, float] = field(default_factory=dict)  # lane -> seconds of pure work per iteration
+
+
+@flow(name="bench-async", flow_run_name=named("bench-async"), persist_result=False)
+async def bench_async(
+    run: str, endpoint_url: str | None = None, repeats: int = 5, iterations: int = 4
+) -> Any:
+    """Measure every schedule `repeats` times over `iterations` iterations each; returns the results."""
+
+    async def work(context: RunContext) -> list[dict[str, Any]]:
+        context.progress.phase = "starting services"
+        await provision(run)
+        await initial_policy(context)
+        await publish(run, await asyncio.to_thread(latest_version, context.store))
+        turns: list[dict[str, Any]] = []
+        for repeat in range(repeats):
+            for schedule in in_turn(list(SCHEDULES), repeat):
+                context.progress.phase = f"repeat {repeat + 1} of {repeats}: {schedule}"
+                turn = await take_turn(context, schedule, repeat, iterations)
+                turns.append(asdict(turn))
+                context.progress.say(f"{schedule}: {turn.seconds:.2f} s an iteration")
+                await asyncio.to_thread(context.store.write_json, RESULTS, {"turns": turns})
+        return turns
+
+    return await in_session(run, endpoint_url, work, training=False)
+
+
+def in_turn(schedules: list[str], repeat: int) -> list[str]:
+    """The order of a repeat: each schedule comes first, second, ... equally often, forwards and backwards."""
+    start = repeat % len(schedules)
+    rotated = schedules[start:] + schedules[:start]
+    return rotated[::-1] if repeat // len(schedules) % 2 else rotated
+
+
+async def take_turn(context: RunContext, schedule: str, repeat: int, iterations: int) -> Turn:
+    """Run `FILL + iterations` iterations under a schedule, and measure the last `iterations`."""
+    settings = context.config.rollout.model_copy(update={"barrier": "none", **SCHEDULES[schedule]})
+    context.config = context.config.model_copy(update={"rollout": settings})
+    first = await asyncio.to_thread(latest_version, context.store)
+    last = first + FILL + iterations
+    context.first_wave = first
+    context.ledger = new_ledger(settings, await asyncio.to_thread(consumed_groups, context.store))
+    context.finished, context.spans, context.wasted_tokens = {}, [], 0
+    cpu = _Cpu(context)
+    watch = asyncio.create_task(_mark(context, first + FILL, cpu))
+    try:
+        await lanes(context, first, last, last + settings.max_staleness + 1)
+    finally:
+        watch.cancel()
+    cpu.stop()
+    return await asyncio.to_thread(_measure, context, schedule, repeat, first + FILL, last, cpu)
+
+
+async def _mark(context: RunContext, k: int, cpu: _Cpu) -> None:
+    """Start counting processor time when iteration `k` begins."""
+    while len(context.progress.history) == 0 or context.progress.history[-1]["k"] < k - 1:
+        await asyncio.sleep(0.05)
+    cpu.start()
+
+
+class _Cpu:
+    """Processor time of the run's processes, by lane."""
+
+    def __init__(self, context: RunContext):
+        services = context.supervisor.services
+        pids = {name: s.process.pid for name, s in services.items() if s.process is not None}
+        self._groups = {
+            "engine": [pid for name, pid in pids.items() if name.startswith("engine")],
+            "trainer": [pid for name, pid in pids.items() if name == "trainer"],
+        }
+        self.seconds: dict[str, float] = {}
+        self._before: dict[str, float] = {}
+
+    def start(self) -> None:
+        self._before = self._now()
+
+    def stop(self) -> None:
+        now = self._now()
+        self.seconds = {name: now[name] - self._before.get(name, now[name]) for name in now}
+
+    def _now(self) -> dict[str, float]:
+        found: dict[str, float] = {"all": _cpu_seconds([psutil.Process().pid])}
+        for lane, pids in self._groups.items():
+            found[lane] = max((_busiest(pid) for pid in pids), default=0.0)
+        return found
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def _cpu_seconds(pids: Sequence[int]) -> float:
+    return sum(_spent(process) for pid in pids for process in _family(pid))
+
+
+def _busiest(pid: int) -> float:
+    """Of the process that has spent most: of an engine its core, of the trainer its worker."""
+    return max(_spent(process) for process in _family(pid))
+
+
+def _spent(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return times.user + times.system
+
+
+def _measure(context: RunContext, schedule: str, repeat: int, first: int, last: int, cpu: _Cpu) -> Turn:
+    """The figures of iterations `first` to `last - 1`: from the record before them to the last one's."""
+    store = context.store
+    records = [store.read_json(layout.iteration(k)) for k in range(first - 1, last)]
+    start, end, count = records[0]["at"], records[-1]["at"], last - first
+    trajectories = _trajectories(context, range(first, last))
+    spans = activity.intervals(trajectories)
+    metrics = [record["metrics"] for record in records[1:]]
+    seconds = (end - start) / count
+    slots = context.slots.total
+    env_s = sum(t.env_s for t in trajectories)
+    return Turn(
+        schedule=schedule,
+        repeat=repeat,
+        first=first,
+        iterations=count,
+        start=start,
+        end=end,
+        seconds=seconds,
+        trajectories_per_s=len(trajectories) / (end - start),
+        trained_tokens=_mean([m["train/tokens"] for m in metrics]),
+        success=_mean([t.success for t in trajectories]),
+        staleness=_mean([m["staleness/mean"] for m in metrics]),
+        wasted_tokens=context.wasted_tokens / count,
+        idle={
+            "environments": _mean([m["idle/environments"] for m in metrics]),
+            "engine": 1 - activity.busy_share(spans["engine"], start, end),
+            "trainer": _mean([m["idle/trainer"] for m in metrics]),
+        },
+        work={
+            "environments": env_s / slots / count,
+            "engine": cpu.seconds["engine"] / count,
+            "trainer": _mean([m["time/train"] + m.get("time/publish", 0.0) for m in metrics]),
+            "all cores": cpu.seconds["all"] / (psutil.cpu_count() or 1) / count,
+        },
+    )
+
+
+def _trajectories(context: RunContext, batches: Sequence[int]) -> list[Trajectory]:
+    return [t for k in batches for t in decode(context.store.get(layout.batch(k), "batch.parquet"))[0]]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
