@@ -3,7 +3,8 @@
     python -m tasks.environments.cluster --store URI [--endpoint-url URL]
 
 Dask runs what its clients send it, so the cluster listens on loopback alone and demands a TLS certificate
-made for this run; the certificate and key are handed over in a file that only this user can read.
+made for this run; the certificate and key are handed over in a file that only this user can read. A service that
+is started again after a death takes the same certificate and port, so that its clients find it again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from distributed.core import Status
 
 from hardware.pools import pool_for
 from tasks.config import RunConfig, parse_config
-from tasks.services import Registrar, Registration, end_processes, end_with_parent, registered, work_folder
+from tasks.services import (
+    PARENT,
+    Registrar,
+    Registration,
+    end_processes,
+    end_with_parent,
+    free_port,
+    registered,
+    work_folder,
+)
 from tasks.store import Store, layout
 
 NAME: Literal["environments"] = "environments"
@@ -34,6 +44,7 @@ SLOT = "env"  # the Dask resource; a worker has as many as it holds environments
 MAX_WORKER_DEATHS = 3  # under one episode, after which it counts as failed
 CLOSE_S = 4.0
 WATCH_S = 1.0
+CONNECT_S = 120.0  # longest time without a scheduler: a new one is up after 5 s on a quiet machine
 
 _DASK_SETTINGS = {
     "distributed.scheduler.allowed-failures": MAX_WORKER_DEATHS,
@@ -50,13 +61,13 @@ def connect(store: Store, *, asynchronous: bool = False) -> Client:
     else the registered service. Raises ConnectionError if none is registered, OSError if none answers.
     """
     config = _config(store)
-    options: dict[str, Any] = {"asynchronous": asynchronous, "set_as_default": False, "timeout": "20s"}
+    options: dict[str, Any] = {"asynchronous": asynchronous, "set_as_default": False, "timeout": CONNECT_S}
     if config.environments.scheduler is not None:
         return Client(config.environments.scheduler, **options)
     registration = registered(store, NAME)
     if registration is None or registration.status != "ready" or registration.address is None:
         raise ConnectionError(f"no environments cluster is ready; look at {store.uri}/{layout.service(NAME)}")
-    security = _read_security(Path(registration.facts["security"]))
+    security, _ = _read_access(Path(registration.facts["security"]))
     return Client(registration.address, security=security, **options)
 
 
@@ -87,9 +98,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _serve(config: RunConfig, folder: Path, registrar: Registrar, stop: threading.Event) -> None:
-    security = Security.temporary()
     path = folder / "dask-tls.json"
-    _write_security(security, path)
+    security, port = _access(path)
     environments = config.environments
     with dask.config.set({**_DASK_SETTINGS, "temporary-directory": str(folder)}):
         cluster = LocalCluster(
@@ -97,6 +107,7 @@ def _serve(config: RunConfig, folder: Path, registrar: Registrar, stop: threadin
             threads_per_worker=environments.slots,
             processes=True,
             host="127.0.0.1",
+            scheduler_port=port,
             protocol="tls://",
             security=security,
             dashboard_address=None,
@@ -110,11 +121,19 @@ def _serve(config: RunConfig, folder: Path, registrar: Registrar, stop: threadin
             detail=f"{environments.workers} workers with {environments.slots} environments each",
             facts={"workers": environments.workers, "slots": environments.slots, "security": str(path)},
         )
+        workers = _processes(cluster)
         while not stop.wait(WATCH_S):
             try:
                 cluster.sync(_replace_lost, cluster)
             except Exception as error:  # the next look tries again
                 print(f"a worker could not be started: {error}", file=sys.stderr, flush=True)
+            before, workers = workers, {**workers, **_processes(cluster)}
+            if replaced := [
+                f"{name} (process {pid})" for name, pid in before.items() if workers[name] != pid
+            ]:
+                detail = f"worker {', '.join(replaced)} ended and was started again; its episodes run again"
+                print(detail, file=sys.stderr, flush=True)
+                registrar.update(detail=detail)
         path.unlink(missing_ok=True)
         _close(cluster)
 
@@ -131,6 +150,11 @@ async def _replace_lost(cluster: LocalCluster) -> None:
             await nanny.instantiate()
     if len(cluster.workers) < len(cluster.worker_spec):
         await cluster._correct_state()
+
+
+def _processes(cluster: LocalCluster) -> dict[Any, int]:
+    """The process of each worker that has one now."""
+    return {name: nanny.pid for name, nanny in cluster.workers.items() if nanny.pid is not None}
 
 
 def _close(cluster: LocalCluster) -> None:
@@ -152,16 +176,26 @@ _SECURITY_FIELDS = (
 )  # fmt: skip
 
 
-def _write_security(security: Security, path: Path) -> None:
-    """Write the certificate and keys for this user alone (mode 0600 from its creation on)."""
+def _access(path: Path) -> tuple[Security, int]:
+    """Certificate, keys and port: what an earlier start of this service under the same parent left, or new ones."""
+    parent = os.environ.get(PARENT)
+    try:
+        if parent is not None and json.loads(path.read_text())["parent"] == parent:
+            return _read_access(path)
+    except (FileNotFoundError, json.JSONDecodeError, KeyError):
+        pass
+    security, port = Security.temporary(), free_port()
     path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # for this user alone
     with os.fdopen(descriptor, "w") as file:
-        json.dump({name: getattr(security, name) for name in _SECURITY_FIELDS}, file)
+        keys = {name: getattr(security, name) for name in _SECURITY_FIELDS}
+        json.dump({"parent": parent, "port": port, "keys": keys}, file)
+    return security, port
 
 
-def _read_security(path: Path) -> Security:
-    return Security(require_encryption=True, **json.loads(path.read_text()))
+def _read_access(path: Path) -> tuple[Security, int]:
+    access = json.loads(path.read_text())
+    return Security(require_encryption=True, **access["keys"]), access["port"]
 
 
 if __name__ == "__main__":

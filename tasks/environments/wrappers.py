@@ -12,7 +12,13 @@ from tasks.environments.base import Step, TextEnvironment, derive_seed
 from tasks.errors import UserError
 
 LATENCY_DEFAULTS = {"step_mean_s": 0.0, "step_sigma": 0.0, "reset_mean_s": 0.0, "reset_sigma": 0.0}
-FAULT_DEFAULTS = {"exception_share": 0.0, "hang_share": 0.0, "malformed_share": 0.0, "hang_s": 3600.0}
+FAULTS, CALLS = ("exception", "hang", "malformed"), ("reset", "step")
+# `hang_share` is of all calls, `step_hang_share` of the steps alone and on top of it.
+FAULT_DEFAULTS = {
+    **{f"{kind}_share": 0.0 for kind in FAULTS},
+    **{f"{what}_{kind}_share": 0.0 for what in CALLS for kind in FAULTS},
+    "hang_s": 3600.0,
+}
 
 
 class InjectedFault(RuntimeError):
@@ -74,16 +80,16 @@ class Faults(_Wrapper):
         self._rng = random.Random(derive_seed("faults", seed))
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        return self._malformed() if self._fault() else self.inner.reset(seed)
+        return self._malformed() if self._fault("reset") else self.inner.reset(seed)
 
     def step(self, action: str) -> Step:
-        return self._malformed() if self._fault() else self.inner.step(action)
+        return self._malformed() if self._fault("step") else self.inner.step(action)
 
-    def _fault(self) -> bool:
+    def _fault(self, what: str) -> bool:
         """Raise or hang if this call's draw says so; True asks for a malformed reply."""
         draw = self._rng.random()
-        for kind in ("exception", "hang", "malformed"):
-            share = self._settings[f"{kind}_share"]
+        for kind in FAULTS:
+            share = self._settings[f"{kind}_share"] + self._settings[f"{what}_{kind}_share"]
             if draw < share:
                 if kind == "exception":
                     raise InjectedFault("injected exception")
@@ -108,7 +114,7 @@ def with_latency(environment: TextEnvironment, settings: dict[str, float], seed:
 def with_faults(environment: TextEnvironment, settings: dict[str, float], seed: int) -> TextEnvironment:
     """The environment behind seeded faults, or as it is without settings. Raises UserError."""
     complete = _complete(settings, FAULT_DEFAULTS, "environments.faults")
-    if sum(value for name, value in complete.items() if name.endswith("_share")) > 1:
+    if max(sum(complete[f"{k}_share"] + complete[f"{what}_{k}_share"] for k in FAULTS) for what in CALLS) > 1:
         raise UserError("environments.faults", "has shares that sum to more than 1", "lower them")
     return Faults(environment, complete, seed) if settings else environment
 

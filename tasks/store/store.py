@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import fsspec
 
@@ -23,6 +25,9 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 RETRY_DEADLINE_S = 60.0
+SILENT_S = 2.0  # a shorter outage is not worth a word
+
+logger = logging.getLogger("rollart.store")
 
 
 class CorruptObject(Exception):
@@ -117,19 +122,20 @@ class Store:
 
     def fetch(self, prefix: str, folder: Path) -> dict[str, Any]:
         """Copy a manifest's objects into `folder`, checked; returns the manifest. Raises like `get`."""
-        manifest = self.manifest(prefix)
-        if manifest is None:
-            raise FileNotFoundError(f"{self.uri}/{prefix}/{MANIFEST}")
+        manifest = self.manifest(prefix) or self._missing(prefix)
         folder.mkdir(parents=True, exist_ok=True)
         for name, expected in manifest["files"].items():
             self._fetch_one(f"{prefix}/{name}", folder / name, expected)
         return manifest
 
+    def verify(self, prefix: str) -> None:
+        """Read all objects of a manifest. Raises CorruptObject, or FileNotFoundError without a manifest."""
+        for name in (self.manifest(prefix) or self._missing(prefix))["files"]:
+            self.get(prefix, name)
+
     def copy(self, source: str, target: str, **facts: Any) -> dict[str, Any]:
         """Copy a manifest's objects to another prefix, data first; its facts are kept, `facts` override."""
-        manifest = self.manifest(source)
-        if manifest is None:
-            raise FileNotFoundError(f"{self.uri}/{source}/{MANIFEST}")
+        manifest = self.manifest(source) or self._missing(source)
         kept = {key: value for key, value in manifest.items() if key not in ("files", "written_at")}
         objects: dict[str, bytes | Path] = {name: self.get(source, name) for name in manifest["files"]}
         return self.put(target, objects, **{**kept, **facts})
@@ -170,9 +176,7 @@ class Store:
         return f"{self.root}/{key}"
 
     def _file_in(self, prefix: str, name: str) -> dict[str, Any]:
-        manifest = self.manifest(prefix)
-        if manifest is None:
-            raise FileNotFoundError(f"{self.uri}/{prefix}/{MANIFEST}")
+        manifest = self.manifest(prefix) or self._missing(prefix)
         if name not in manifest["files"]:
             raise CorruptObject(f"{self.uri}/{prefix}: the manifest does not name {name}")
         return manifest["files"][name]
@@ -222,12 +226,18 @@ class Store:
             bucket, key = folder.split("/", 1)
             self.fs.call_s3("delete_object", Bucket=bucket, Key=f"{key}/")
 
+    def _missing(self, prefix: str) -> NoReturn:
+        raise FileNotFoundError(f"{self.uri}/{prefix}/{MANIFEST}")
+
     def _retry(self, operation: Callable[[], T], what: str) -> T:
         started, pause = time.monotonic(), 0.2
         while True:
             try:
-                return operation()
+                result = operation()
+                _outages.over(self.uri)
+                return result
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError):
+                _outages.over(self.uri)
                 raise  # an answer, not a fault
             except Exception as error:
                 if self.local or not isinstance(error, _transient_errors()):
@@ -237,8 +247,36 @@ class Store:
                     raise DeadlineExceeded(
                         f"the {what} in {self.uri}", waited, f"the store's endpoint ({error})"
                     ) from error
+                _outages.note(self.uri, waited, f"{what}: {error}")
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
+
+
+class _Outages:
+    """Says once that a store is away and once that it is back, however many threads wait for it."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def note(self, uri: str, waited: float, reason: str) -> None:
+        with self._lock:
+            if waited < SILENT_S or uri in self._since:
+                return
+            self._since[uri] = time.monotonic() - waited
+        text = "the store %s does not answer and is asked again for up to %.0f s (%s)"
+        logger.warning(text, uri, RETRY_DEADLINE_S, reason)
+
+    def over(self, uri: str) -> None:
+        if not self._since:
+            return
+        with self._lock:
+            since = self._since.pop(uri, None)
+        if since is not None:
+            logger.warning("the store %s answers again, after %.0f s", uri, time.monotonic() - since)
+
+
+_outages = _Outages()
 
 
 def _filesystem(uri: str, endpoint_url: str | None) -> tuple[Any, str]:

@@ -27,6 +27,7 @@ from tasks.services import Registrar, Registration, end_with_parent, work_folder
 from tasks.store import CorruptObject, Store, layout
 from tasks.trajectory import decode
 
+LOOK_S = 2.0  # between two looks at the published version
 IDLE_S = 20.0  # longest time the other ranks hear nothing; far below the collectives' own deadline
 
 
@@ -41,7 +42,7 @@ class Worker:
         self.store, self.config, self.registrar, self.stop = store, config, registrar, stop
         self.version = first_version(config)
         self.checkpointed: int | None = None
-        self.said_at = 0.0
+        self.said_at = self.looked_at = 0.0
 
     def start(self, folder: Path) -> None:
         """Build the policy and restore the newest state of the run. `folder` is this rank's own."""
@@ -78,6 +79,8 @@ class Worker:
                 self._enter_version(0)
             elif command["do"] == "train":
                 self._train(command["k"])
+            elif command["do"] == "publish":
+                self._publish(self.version, None)
 
     # what comes next
 
@@ -95,8 +98,17 @@ class Worker:
                 return {"do": "adopt"}
             if self.store.manifest(layout.batch(self.version)) is not None:
                 return {"do": "train", "k": self.version}
+            if self._withdrawn():
+                return {"do": "publish"}
             self.stop.wait(self.store.poll_s)
         return {"do": "wait"}
+
+    def _withdrawn(self) -> bool:
+        """Whether the manifest of the version that was published last is gone: its weights were found corrupt."""
+        if time.monotonic() - self.looked_at < LOOK_S:
+            return False
+        self.looked_at = time.monotonic()
+        return self.store.manifest(layout.weights(self.version)) is None
 
     def _broadcast(self, value: dict[str, Any] | None) -> dict[str, Any]:
         """Rank 0's value, on all ranks."""
