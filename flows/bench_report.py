@@ -55,20 +55,31 @@ def _medians(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def show(preset: str, summary: dict[str, Any], console: Console) -> None:
     """The table of a preset, and two lines that say what it means."""
-    table = Table(title=f"environment latency: {preset}", title_justify="left")
-    for heading in ("schedule", "s an iteration", "spread", "trajectories/s", "idle env", "idle engine",
-                    "idle trainer", "staleness", "wasted tokens", "rollart is faster by"):  # fmt: skip
-        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    table = Table(
+        title=f"environment latency: {preset}", title_justify="left", box=None, padding=(0, 2, 0, 0)
+    )
+    headings = (
+        "schedule",
+        "s/iteration",
+        "spread",
+        "traj/s",
+        "idle env",
+        "engine",
+        "trainer",
+        "stale",
+        "rollart",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
     for name, found in summary["schedules"].items():
         idle = found["idle"]
         table.add_row(
             name,
             f"{found['seconds']:.2f}",
-            f"{found['fastest']:.2f} - {found['slowest']:.2f}",
+            f"{found['fastest']:.1f}-{found['slowest']:.1f}",
             f"{found['trajectories_per_s']:.1f}",
             *(f"{idle[lane]:.0%}" for lane in ("environments", "engine", "trainer")),
             f"{found['staleness']:.2f}",
-            f"{found['wasted_tokens']:.0f}",
             f"{summary['speedup'][name]:.2f}x",
         )
     console.print(table)

@@ -282,7 +282,7 @@ def doctor(as_json: bool) -> None:
 
 @cli.group(context_settings=_SETTINGS)
 def bench() -> None:
-    """Measure the workflow itself, from what runs recorded."""
+    """Measure the workflow itself."""
 
 
 @bench.command("overhead", cls=_Example)
@@ -315,6 +315,69 @@ def bench_overhead(run: str, root: str, file: Path | None) -> None:
     )
     for part, seconds in found["parts"].items():
         click.echo(f"  {seconds:6.2f} s  {part}")
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+class _Count(click.ParamType):
+    """A whole number, or one with K, M or B behind it."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        scale = {"K": 10**3, "M": 10**6, "B": 10**9}.get(value[-1:].upper(), 1)
+        try:
+            count = int(float(value[:-1] if scale > 1 else value) * scale)
+        except (ValueError, OverflowError):
+            count = 0
+        if count < 1:
+            self.fail(f"{value!r} is not a number like 2000000 or 100M", param, ctx)
+        return count
+
+
+@bench.command("weights", cls=_Example)
+@click.option(
+    "--parameters", type=_Count(), default="100M", show_default=True, help="Of the policy, at least."
+)
+@click.option(
+    "--updates", type=click.IntRange(min=1), default=5, show_default=True, help="Versions to publish."
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Long requests kept in flight.",
+)
+@click.option(
+    "--update",
+    type=click.Choice(["keep", "abort"]),
+    default="keep",
+    show_default=True,
+    help="What an update does to them: inference.update.",
+)
+@click.option(
+    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write it to FILE as well."
+)
+def bench_weights(parameters: int, updates: int, requests: int, update: str, file: Path | None) -> None:
+    """Seconds of each step of an update of the weights, from the trainer to a busy engine that serves them.
+
+    Starts one engine on a temporary store (TMPDIR says where), publishes versions of a policy with random weights
+    the way the trainer does, and does the same bytes beside it in a plain process: a copy, and a load into the same
+    module. Nothing is downloaded. 100M parameters need 4 GB of memory and 3 GB of disk.
+
+    Examples:
+      rollart bench weights --json weights.json
+      rollart bench weights --parameters 2M --updates 3 --update abort
+    """
+    import json
+
+    from tasks.inference.bench import line, measure
+
+    found = measure(parameters, updates, requests, update, say=click.echo)
+    click.echo(f"median: {line(found['median'])}")
     if file is not None:
         file.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -358,7 +421,7 @@ def bench_async(
     from rich.console import Console
 
     from flows import bench_report
-    from flows.bench_async import PRESETS, RESULTS
+    from flows.schedules import PRESETS, RESULTS
 
     figures = {}
     for preset in presets:

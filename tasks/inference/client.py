@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import select
 import socket
 import threading
 import time
@@ -165,14 +166,29 @@ class _Connections:
             connection.close()
 
     def _take(self, timeout_s: float) -> http.client.HTTPConnection:
-        with self._lock:
-            connection = self._idle.pop() if self._idle else None
+        while (connection := self._pop()) is not None and _closed_by_server(connection):
+            connection.close()
         if connection is None:
             return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         connection.timeout = timeout_s
         if isinstance(connection.sock, socket.socket):
             connection.sock.settimeout(timeout_s)
         return connection
+
+    def _pop(self) -> http.client.HTTPConnection | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+
+def _closed_by_server(connection: http.client.HTTPConnection) -> bool:
+    """Whether an idle connection has something to read, which can only be its end: a server keeps one for some
+    seconds, and to find that out by a failed request, one connection after the other, costs a pause each.
+    """
+    if connection.sock is None:
+        return True
+    poll = select.poll()  # select() takes no descriptor above 1023
+    poll.register(connection.sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _generation(answer: dict[str, Any]) -> Generation:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -62,7 +63,7 @@ def unready() -> dict[str, Any]:
 class Server:
     """Answers with `answers` in turn, then with GOOD; records the requests and their connections."""
 
-    def __init__(self, answers: list[Answer], delay_s: float = 0.0):
+    def __init__(self, answers: list[Answer], delay_s: float = 0.0, keep_s: float | None = None):
         self.requests: list[dict[str, Any]] = []
         self.answers = answers
         self.connections: set[Any] = set()
@@ -70,6 +71,7 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            timeout = keep_s  # after which an idle connection is closed
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -100,8 +102,8 @@ class Server:
 def serve() -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def start(*answers: Answer, delay_s: float = 0.0) -> Server:
-        servers.append(Server(list(answers), delay_s))
+    def start(*answers: Answer, delay_s: float = 0.0, keep_s: float | None = None) -> Server:
+        servers.append(Server(list(answers), delay_s, keep_s))
         return servers[-1]
 
     yield start
@@ -173,6 +175,21 @@ def test_requests_of_one_thread_share_one_connection(serve: Callable[..., Server
     for _ in range(5):
         ask(client)
     assert len(server.connections) == 1
+
+
+def test_connections_that_the_server_closed_meanwhile_cost_no_failed_request(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(delay_s=0.2, keep_s=0.3)
+    client = EngineClient([server.address], "k", 20)
+    with ThreadPoolExecutor(8) as threads:  # leaves 8 idle connections behind
+        list(threads.map(lambda _: ask(client), range(8)))
+    assert len(server.connections) == 8
+    time.sleep(0.6)
+    pauses: list[float] = []
+    monkeypatch.setattr("tasks.inference.client.time.sleep", pauses.append)
+    ask(client)
+    assert pauses == [0.2]  # the server's own delay, in this process
 
 
 def test_a_sticky_key_always_goes_to_the_same_engine_and_keys_spread(serve: Callable[..., Server]) -> None:
