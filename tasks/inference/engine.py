@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ HOST = "127.0.0.1"
 BLOCK_TOKENS = 32  # of the KV cache; the smallest the CPU kernels like, so that short episodes share prefixes
 CONTROL_DEADLINE_S = 600.0  # one control call: a load of a large model from a local disk
 BUSY_DEADLINE_S = 2.0
+PROBES_AT_ONCE = 8
 
 
 class EngineDied(Exception):
@@ -191,11 +193,15 @@ class Engine:
 
 
 def parity(engine: Engine, probe: dict[str, Any]) -> float:
-    """Largest |log-prob| difference between the engine and the trainer over the probe; inf if any is not finite."""
+    """Largest |log-prob| difference between the engine and the trainer over the probe; inf if any is not finite.
+
+    All sequences are asked for at once: one after the other, each would wait for steps of the requests in flight.
+    """
     limit = engine.config.policy.context_limit - 1  # the engine wants room for one token more
+    with ThreadPoolExecutor(PROBES_AT_ONCE) as threads:
+        answers = list(threads.map(lambda tokens: engine.logprobs(tokens[:limit]), probe["tokens"]))
     worst = 0.0
-    for tokens, expected in zip(probe["tokens"], probe["logprobs"], strict=True):
-        measured = engine.logprobs(tokens[:limit])
+    for measured, expected in zip(answers, probe["logprobs"], strict=True):
         differences = [abs(a - b) for a, b in zip(measured, expected, strict=False)]
         worst = max([worst, *(d if math.isfinite(d) else math.inf for d in differences)])
     return worst
