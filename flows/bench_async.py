@@ -25,7 +25,6 @@ from flows.session import in_session
 from flows.train import consumed_groups, lanes, latest_version, new_ledger
 from flows.warm_start import initial_policy
 from tasks.store import layout
-from tasks.tracking import activity
 from tasks.trajectory import Trajectory, decode
 
 FILL = 2  # iterations at the beginning of a turn that are not measured
@@ -163,7 +162,6 @@ def _measure(context: RunContext, schedule: str, repeat: int, first: int, last: 
     records = [store.read_json(layout.iteration(k)) for k in range(first - 1, last)]
     start, end, count = records[0]["at"], records[-1]["at"], last - first
     trajectories = _trajectories(context, range(first, last))
-    spans = activity.intervals(trajectories)
     metrics = [record["metrics"] for record in records[1:]]
     seconds = (end - start) / count
     slots = context.slots.total
@@ -183,7 +181,7 @@ def _measure(context: RunContext, schedule: str, repeat: int, first: int, last: 
         wasted_tokens=context.wasted_tokens / count,
         idle={
             "environments": _mean([m["idle/environments"] for m in metrics]),
-            "engine": 1 - activity.busy_share(spans["engine"], start, end),
+            "engine": _mean([m["idle/engine"] for m in metrics if "idle/engine" in m]),
             "trainer": _mean([m["idle/trainer"] for m in metrics]),
         },
         work={

@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.store import Store, layout
-from tasks.tracking.activity import of_batches
+from tasks.tracking.activity import of_waves
 from tasks.tracking.timeline import Panel, timelines
+
+AROUND = 3  # waves before and after the measured ones that may be at work beside them
 
 
 def summarise(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -100,5 +102,13 @@ def picture(title: str, store: Store, turns: Sequence[dict[str, Any]]) -> bytes:
         batches = range(turn["first"], turn["first"] + turn["iterations"])
         spans = [span for k in batches for span in store.read_json(layout.iteration(k))["spans"]]
         label = f"{schedule}: {turn['seconds']:.1f} s an iteration"
-        panels.append(Panel(label, spans, of_batches(store, batches), turn["start"], turn["end"]))
+        panels.append(
+            Panel(
+                label,
+                spans,
+                of_waves(store, range(batches.start - AROUND, batches.stop + AROUND)),
+                turn["start"],
+                turn["end"],
+            )
+        )
     return timelines(title, panels)

@@ -161,11 +161,11 @@ def report_run(context: RunContext) -> None:
 
 def draw_timeline(context: RunContext, record: dict[str, Any]) -> bytes:
     """The timeline of the run's last iterations, with the activity of their trajectories."""
-    from tasks.tracking.activity import of_batches
+    from tasks.tracking.activity import of_waves
     from tasks.tracking.timeline import timeline
 
     shown = [iteration["k"] for iteration in record["iterations"] if iteration["spans"]][-TIMELINE:]
-    return timeline(record, of_batches(context.store, shown), TIMELINE)
+    return timeline(record, of_waves(context.store, shown), TIMELINE)
 
 
 def log_samples(context: RunContext, k: int, trajectories: list[Trajectory]) -> None:

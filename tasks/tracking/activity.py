@@ -1,6 +1,6 @@
 """What was busy when, from the times that trajectories carry: environments, engine and reward.
 
-Only trajectories that a batch consumed are seen; cancelled and failed episodes are not.
+Only trajectories of finished groups are seen; cancelled and failed episodes are not.
 """
 
 from __future__ import annotations
@@ -30,25 +30,15 @@ def intervals(trajectories: Iterable[Trajectory]) -> Intervals:
     return {lane: np.concatenate(parts) for lane, parts in found.items()}
 
 
-def of_batches(store: Store, batches: Sequence[int]) -> Intervals:
-    """The intervals of all trajectories that these batches consumed."""
-    data = [store.get(layout.batch(k), "batch.parquet") for k in batches]
-    return intervals(t for batch in data for t in decode(batch)[0])
+def of_waves(store: Store, waves: Sequence[int]) -> Intervals:
+    """The intervals of all trajectories in the finished groups of these waves."""
+    keys = [layout.group(wave, index) for wave in waves for index in store.numbers(f"groups/{wave}")]
+    return intervals(t for key in keys for t in decode(store.read(key))[0])
 
 
 def occupancy(spans: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """How many of the intervals `spans` [N, 2] are open on average between successive `edges` [B + 1]: [B]."""
     return np.diff(_open_seconds(spans, edges)) / np.diff(edges)
-
-
-def busy_share(spans: np.ndarray, start: float, end: float) -> float:
-    """The share of the time from `start` to `end` in which at least one interval is open."""
-    inside = np.clip(spans[np.argsort(spans[:, 0])], start, end) if len(spans) else spans
-    reached, total = start, 0.0
-    for a, b in inside:
-        total += max(0.0, b - max(a, reached))
-        reached = max(reached, b)
-    return total / (end - start) if end > start else 0.0
 
 
 def _open_seconds(spans: np.ndarray, edges: np.ndarray) -> np.ndarray:

@@ -133,6 +133,8 @@ def _draw_area(axis: Axes, place: int, row: str, panel: Panel) -> None:
         edges[:-1] - panel.start, base, base - height, step="post", color=COLOURS[row], alpha=0.8, linewidth=0
     )
     axis.axhline(base, color=GRID, linewidth=0.8)
+    if most < 1:
+        return
     axis.annotate(
         f"most at once: {most:.0f}", (1.0, base - 0.6), xycoords=("axes fraction", "data"), xytext=(4, 0),
         textcoords="offset points", fontsize=7.5, color=GREY, va="center", annotation_clip=False,

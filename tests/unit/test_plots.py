@@ -110,12 +110,6 @@ def test_occupancy_is_the_mean_number_of_open_intervals(starts, edges):
     assert activity.occupancy(spans, edges) == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_busy_share_counts_overlaps_once():
-    spans = np.array([[0.0, 4.0], [2.0, 3.0], [8.0, 12.0]])
-    assert activity.busy_share(spans, 0.0, 10.0) == pytest.approx(0.6)
-    assert activity.busy_share(np.empty((0, 2)), 0.0, 10.0) == 0
-
-
 def test_smoothing_keeps_a_constant_and_starts_at_the_first_value() -> None:
     assert _smooth((0.4, 0.4, 0.4)) == pytest.approx([0.4] * 3)
     assert _smooth((0.2, 0.9))[0] == pytest.approx(0.2)
