@@ -38,8 +38,7 @@ def service(folder: Path, workers: int = 2) -> Iterator[tuple[Store, subprocess.
     store = Store(str(folder / "run"))
     store.write("config.toml", config.to_toml().encode())
     publish_policy(store, config)
-    argv = [sys.executable, "-m", "tasks.environments.cluster", "--store", store.uri]
-    process = subprocess.Popen(argv, env={**os.environ, PARENT: this_process()}, start_new_session=True)
+    process = start(store)
     try:
         deadline = time.monotonic() + 90
         while not ((registration := registered(store, "environments")) and registration.status == "ready"):
@@ -51,6 +50,11 @@ def service(folder: Path, workers: int = 2) -> Iterator[tuple[Store, subprocess.
             left.kill()
         process.kill()
         process.wait()
+
+
+def start(store: Store) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "tasks.environments.cluster", "--store", store.uri]
+    return subprocess.Popen(argv, env={**os.environ, PARENT: this_process()}, start_new_session=True)
 
 
 def descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -202,6 +206,29 @@ def test_a_worker_full_of_hung_calls_is_replaced_and_the_stream_goes_on(store):
     assert all("CallHung" in failure.reason for failure in failures)
     assert all(isinstance(result, Trajectory) for result in good)
     assert replaced
+
+
+def test_episodes_lost_with_their_scheduler_run_again_on_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLLART_HOME", str(tmp_path / "home"))
+    with service(tmp_path, workers=1) as (store, process):
+        again = []
+
+        async def scenario(client, pool):
+            pool.submit(specs(40))
+            results = [await pool.next() for _ in range(3)]
+            process.kill()
+            process.wait()
+            again.append(start(store))
+            return results + [result async for result in pool]
+
+        try:
+            results = run(store, scenario, engine="slow_walker", workers=1)
+        finally:
+            for left in [*descendants(again[0]), psutil.Process(again[0].pid)]:
+                left.kill()
+            again[0].wait()
+    assert sorted(result.seed for result in results) == list(range(40))
+    assert not [result for result in results if isinstance(result, EpisodeFailure)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
