@@ -425,7 +425,14 @@ def bench_async(
 
     figures = {}
     for preset in presets:
-        store = _bench_run(preset, PRESETS[preset], repeats, iterations, overrides)
+        latency = [
+            f"environments.{section}.{key}={value}"
+            for section, values in PRESETS[preset].items()
+            for key, value in values.items()
+        ]
+        store = _bench_run(
+            "bench-async", f"-{preset}", [*latency, *overrides], repeats=repeats, iterations=iterations
+        )
         turns = store.read_json(RESULTS)["turns"]
         figures[preset] = {"parameters": PRESETS[preset], **bench_report.summarise(turns), "turns": turns}
         bench_report.show(preset, figures[preset], Console())
@@ -436,24 +443,57 @@ def bench_async(
             file.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def _bench_run(
-    preset: str,
-    environments: dict[str, dict[str, float]],
-    repeats: int,
-    iterations: int,
-    overrides: tuple[str, ...],
-) -> Store:
-    """A run that measures one preset, to its end; returns its store."""
-    latency = [
-        f"environments.{section}.{key}={value}"
-        for section, values in environments.items()
-        for key, value in values.items()
-    ]
-    path = CONFIGS / "bench-async.toml"
-    name = f"{run_name(path)}-{preset}"
-    store, config = _create(path, [*latency, *overrides, f"name={name!r}"])
-    _watch("bench-async", store, config, repeats=repeats, iterations=iterations)
+def _bench_run(kind: str, suffix: str, overrides: list[str], **parameters: Any) -> Store:
+    """A run of a benchmark, to its end; returns its store."""
+    path = CONFIGS / f"{kind}.toml"
+    store, config = _create(path, [*overrides, f"name={run_name(path) + suffix!r}"])
+    _watch(kind, store, config, **parameters)
     return store
+
+
+@bench.command("dispatch", cls=_Example)
+@click.option(
+    "--episodes",
+    "counts",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=[200, 500, 1000, 2000],
+    show_default=True,
+    help="Episodes at once; repeatable.",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
+@_SET
+@click.option(
+    "--json",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the figures to FILE as well.",
+)
+def bench_dispatch(
+    counts: tuple[int, ...], repeats: int, overrides: tuple[str, ...], file: Path | None
+) -> None:
+    """Processor time that scheduling costs an episode, in the controller and in the Dask scheduler.
+
+    Episodes of one turn in the simplest environment, all at once, through the real cluster and a real engine.
+
+    Example:
+      rollart bench dispatch --episodes 200 --episodes 2000 --json dispatch.json
+    """
+    import json
+
+    from flows.schedules import DISPATCH_RESULTS
+
+    store = _bench_run("bench-dispatch", "", list(overrides), counts=counts, repeats=repeats)
+    found = store.read_json(DISPATCH_RESULTS)
+    click.echo("episodes  controller  scheduler  together     took  (processor time an episode; medians)")
+    for burst in found["bursts"]:
+        controller, scheduler = burst["controller_ms"], burst["scheduler_ms"]
+        click.echo(
+            f"{burst['episodes']:8}  {controller:7.2f} ms {scheduler:7.2f} ms {controller + scheduler:6.2f} ms"
+            f"  {burst['seconds']:5.1f} s"
+        )
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 # How a run starts and is watched
@@ -583,7 +623,7 @@ def _watch(kind: str, store: Store, config: RunConfig, **parameters: Any) -> Non
     if isinstance(result, BaseException):
         view.show_stopped(progress, store)
         raise result
-    if kind != "bench-async":  # which prints its own
+    if not kind.startswith("bench-"):  # which print their own
         view.show_summary(kind, progress, store, result)
 
 

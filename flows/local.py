@@ -32,7 +32,7 @@ def run_flow(
     stop: threading.Event | None = None,
     **parameters: Any,
 ) -> Any:
-    """Run flow `kind` (train, warm-start, evaluate or bench-async) on the run at URI `run`; blocks until it ends.
+    """Run flow `kind` (train, warm-start, evaluate, bench-async or bench-dispatch) on the run at URI `run`; blocks until it ends.
 
     `stop` ends it in order: services are ended and the run can be resumed. Raises RunFailed with the reason,
     and UserError if the run is going on in another process on this machine.
@@ -86,6 +86,7 @@ def _run_until_stopped(
     parameters: dict[str, Any],
 ) -> Any:
     from flows.bench_async import bench_async
+    from flows.bench_dispatch import bench_dispatch
     from flows.session import watch_progress
     from flows.single import evaluate_run, warm_start_run
     from flows.train import train
@@ -96,6 +97,7 @@ def _run_until_stopped(
         "warm-start": warm_start_run,
         "evaluate": evaluate_run,
         "bench-async": bench_async,
+        "bench-dispatch": bench_dispatch,
     }
 
     async def until_stopped() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-RESULTS = "bench/async.json"
+RESULTS, DISPATCH_RESULTS = "bench/async.json", "bench/dispatch.json"  # in the store of their run
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     # Generation and training take turns; every environment returns before the next generation; scoring after the
