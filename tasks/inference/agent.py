@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from hardware.pools import pool_for
 from tasks.config import RunConfig, parse_config
 from tasks.errors import DeadlineExceeded, UserError
-from tasks.inference.engine import Engine, EngineDied, choose_port, parity
+from tasks.inference.engine import Engine, EngineDied, choose_port, is_free, parity
 from tasks.inference.server import API_KEY
 from tasks.services import GAVE_UP, Registrar, Registration, end_with_parent, work_folder
 from tasks.store import CorruptObject, Store, layout
@@ -93,7 +93,7 @@ class Agent:
 
         Raises UserError (inference.port is taken), DeadlineExceeded (no policy in the store).
         """
-        port = choose_port(self.config, int(self.name.rsplit("-", 1)[-1]))
+        port = self._port()
         self.say("fetching the policy's folder")
         self.store.wait_for("policy", self.config.inference.start_deadline_s, "the run's controller")
         self.store.fetch("policy", self.folder / "policy")
@@ -113,6 +113,15 @@ class Agent:
                     time.sleep(min(0.5 * 2**deaths, 30.0))
         finally:
             self.engine.stop()
+
+    def _port(self) -> int:
+        """The port of an earlier start of this agent, if it is free: requests on their way find the engine again."""
+        kept = self.folder.with_suffix(".port")
+        chosen = choose_port(self.config, int(self.name.rsplit("-", 1)[-1]))
+        if self.config.inference.port == 0 and kept.exists() and is_free(int(kept.read_text())):
+            return int(kept.read_text())
+        kept.write_text(str(chosen))
+        return chosen
 
     def say(self, detail: str, **changes: Any) -> None:
         """Put one line into the log and the registration."""
@@ -206,6 +215,7 @@ class Agent:
         """Load a local version and check its parity. Raises Refused with the version before it loaded again."""
         started_at = time.time()
         times = self.engine.load(local.folder, local.version)
+        loaded_at = time.time()
         difference = parity(self.engine, local.probe) if local.probe else None
         load: dict[str, Any] = {
             "version": local.version,
@@ -215,6 +225,7 @@ class Agent:
             "load_s": times.load_s,
             "requests_in_flight": times.requests_in_flight,
             "tokens_in_flight": times.tokens_in_flight,
+            "parity_s": time.time() - loaded_at,
             "started_at": started_at,
             "at": time.time(),
         }

@@ -44,6 +44,7 @@ OF_A_LOAD = (
     "serving_s",
     "requests_in_flight",
     "tokens_in_flight",
+    "parity_s",
     "parity",
 )
 
@@ -73,8 +74,9 @@ def measure(
 
     Returns `{"parameters", "bytes", "requests", "update", "updates": [...], "median": {...}}`; an update has
     `publish_s`, OF_A_LOAD as the agent recorded them, `copy_s` and `plain_load_s` of the plain process, and the
-    shares `ratio` (prefetch and load by plain copy and load) and `pause_share` (pause by publish-to-serving,
-    which is `publish_s + serving_s`). Raises RunFailed, DeadlineExceeded.
+    shares `ratio` (prefetch and load by plain copy and load) and `pause_share` (pause by publish-to-serving, which
+    is `publish_s + serving_s` without the check of the log-probs, `parity_s`: the engine generates meanwhile).
+    Raises RunFailed, DeadlineExceeded.
     """
     with tempfile.TemporaryDirectory(prefix="rollart-bench-") as name:
         folder = Path(name)
@@ -135,7 +137,7 @@ def _one(
         **plainly,
     }
     found["ratio"] = (load["prefetch_s"] + load["load_s"]) / (plainly["copy_s"] + plainly["plain_load_s"])
-    found["pause_share"] = load["pause_s"] / (publish_s + load["serving_s"])
+    found["pause_share"] = load["pause_s"] / (publish_s + load["serving_s"] - load["parity_s"])
     say(line(found))
     return found
 
@@ -143,7 +145,8 @@ def _one(
 def line(one: dict[str, Any]) -> str:
     """An update, or the medians, in one line for a person."""
     seconds = " ".join(
-        f"{name} {one[f'{name}_s']:.2f}" for name in ("publish", "prefetch", "pause", "load", "serving")
+        f"{name} {one[f'{name}_s']:.2f}"
+        for name in ("publish", "prefetch", "pause", "load", "parity", "serving")
     )
     return (
         f"{seconds} s | plain copy {one['copy_s']:.2f} load {one['plain_load_s']:.2f} s | prefetch + load"

@@ -90,7 +90,8 @@ class Engine:
         """Raises EngineDied if the process has ended."""
         code = None if self._process is None else self._process.poll()
         if code is not None:
-            reason = next((line for line in reversed(tail(self.log, 60).splitlines()) if "rror:" in line), "")
+            lines = reversed(tail(self.log, 60).splitlines()) if code > 0 else []  # killed, it could say nothing
+            reason = next((line for line in lines if "rror:" in line), "" if code > 0 else "it was killed")
             raise EngineDied(
                 f"the vLLM server ended with exit code {code}; {reason.strip()[:400]} (see {self.log})"
             )
@@ -221,14 +222,21 @@ def choose_port(config: RunConfig, index: int) -> int:
     if config.inference.port == 0:
         return free_port()
     port = config.inference.port + index
+    if not is_free(port):
+        problem = f"port {port} cannot be used by engine {index}"
+        raise UserError("inference.port", problem, "choose another, or 0 to take a free one")
+    return port
+
+
+def is_free(port: int) -> bool:
+    """Whether a server can listen on the port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
-        except OSError as error:
-            problem = f"port {port} cannot be used by engine {index} ({error.strerror})"
-            raise UserError("inference.port", problem, "choose another, or 0 to take a free one") from None
-    return port
+        except OSError:
+            return False
+    return True
 
 
 def arguments(config: RunConfig, policy: Path, port: int) -> list[str]:
