@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib.metadata
 import platform
 import time
@@ -12,6 +13,7 @@ from uuid import UUID
 import numpy as np
 from prefect import get_run_logger
 from prefect.artifacts import (
+    acreate_image_artifact,
     acreate_link_artifact,
     acreate_progress_artifact,
     acreate_table_artifact,
@@ -45,6 +47,7 @@ SHOWN = (
     "time",
 )  # of a metric's name, in the UI
 
+PLOTS = {"curve": "Success by policy version", "timeline": "What overlapped with what"}
 TIMELINE = 12  # iterations a timeline shows
 
 EVERY_ITERATION = ("rollout", "collect", "train", "publish", "weights")  # stages with a time at every step
@@ -144,19 +147,23 @@ def _headline(k: int, metrics: dict[str, float]) -> str:
     return f"Iteration {k}: {success}; {seconds}"
 
 
-def report_run(context: RunContext) -> None:
-    """At the end: plots of the run, its samples and its model, in MLflow and in the store."""
+async def report_run(context: RunContext) -> None:
+    """At the end: plots of the run in the store, MLflow and Prefect, and its model in MLflow's registry."""
+    for name, image in (await asyncio.to_thread(_plots, context)).items():
+        await asyncio.to_thread(context.store.write, f"plots/{name}.png", image)
+        context.tracker.log_artifact_bytes(f"plots/{name}.png", image)
+        data = "data:image/png;base64," + base64.b64encode(image).decode()
+        await acreate_image_artifact(data, key=f"{name}-{_key(context.name)}", description=PLOTS[name])
+    experiment = context.config.tracking.experiment
+    await asyncio.to_thread(context.tracker.register_model, context.config.iterations, experiment)
+
+
+def _plots(context: RunContext) -> dict[str, bytes]:
     from tasks.tracking.curve import reward_curve
     from tasks.tracking.run_record import read_run
 
     record = read_run(context.store)
-    for name, image in {
-        "curve.png": reward_curve(record),
-        "timeline.png": draw_timeline(context, record),
-    }.items():
-        context.store.write(f"plots/{name}", image)
-        context.tracker.log_artifact_bytes(f"plots/{name}", image)
-    context.tracker.register_model(context.config.iterations, context.config.tracking.experiment)
+    return {"curve": reward_curve(record), "timeline": draw_timeline(context, record)}
 
 
 def draw_timeline(context: RunContext, record: dict[str, Any]) -> bytes:

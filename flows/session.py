@@ -92,7 +92,7 @@ async def _close(context: RunContext, status: str, reason: str, training: bool) 
         return
     if status == "finished":
         context.progress.phase = "writing plots and the model to MLflow"
-        await asyncio.to_thread(reporting.report_run, context)
+        await reporting.report_run(context)
     patience = context.config.tracking.flush_deadline_s if status == "finished" else 2.0
     await asyncio.to_thread(context.tracker.close, patience, _MLFLOW_STATUS[status])
     await asyncio.to_thread(reporting.set_status, context, status, reason)
