@@ -24,7 +24,9 @@ from tests.integration.cli import rollart
 from tests.integration.s3 import BUCKET, S3
 
 ROOT = Path(__file__).parents[2]
-PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "deployments/README.md")}
+PAGES = {
+    name: (ROOT / name).read_text() for name in ("README.md", "docs/asynchrony.md", "deployments/README.md")
+}
 RUN = "frozenlake-1129-143012"
 IN_TEST_DEPLOY = {
     "prefect work-pool",
@@ -113,7 +115,7 @@ def test_every_rollart_command_has_the_options_it_shows(command: str) -> None:
     [
         c
         for c in ROLLART
-        if c.split("rollart ")[1].startswith(("train", "runs", "bench")) and "s3://" not in c
+        if c.split("rollart ")[1].startswith(("train", "runs", "bench overhead")) and "s3://" not in c
     ],
 )
 def test_commands_that_start_no_service_run(command: str, own: Path) -> None:
