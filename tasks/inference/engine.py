@@ -90,8 +90,10 @@ class Engine:
         """Raises EngineDied if the process has ended."""
         code = None if self._process is None else self._process.poll()
         if code is not None:
-            lines = reversed(tail(self.log, 60).splitlines()) if code > 0 else []  # killed, it could say nothing
-            reason = next((line for line in lines if "rror:" in line), "" if code > 0 else "it was killed")
+            lines = reversed(tail(self.log, 60).splitlines())
+            reason = next((line for line in lines if "rror:" in line), "")
+            if code < 0:  # killed, it could say nothing
+                reason = "it was killed"
             raise EngineDied(
                 f"the vLLM server ended with exit code {code}; {reason.strip()[:400]} (see {self.log})"
             )
