@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +12,7 @@ from tasks.trajectory import EpisodeFailure, decode
 from tests.e2e.conftest import Finished
 from tests.e2e.machine import Done, Machine, batches, check_consumption, members, versions
 
-NAME, ITERATIONS, GROUPS, STALENESS = "asynchronous", 6, 4, 2
+NAME, ITERATIONS, GROUPS, GROUP_SIZE, STALENESS = "asynchronous", 6, 4, 4, 2
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ def outcome(machine: Machine, finished: Finished) -> Outcome:
         iterations=ITERATIONS,
         rollout__max_staleness=STALENESS,
         rollout__redundancy=1,
+        rollout__spare_episodes=1,
         environments__latency__step_mean_s=0.1,
         environments__latency__step_sigma=1.0,
         environments__faults__exception_share=0.05,
@@ -97,3 +99,22 @@ def test_stale_tokens_are_corrected_and_the_engine_still_agrees_with_the_trainer
         metrics = outcome.store.read_json(f"iterations/{k}.json")["metrics"]
         assert metrics["engine/parity"] <= 1e-3
         assert metrics["train/grad_norm"] > 0
+
+
+def test_spare_episodes_take_the_place_of_slower_or_failed_ones(outcome: Outcome) -> None:
+    found = [t for k in batches(outcome.store) for t in members(outcome.store, k)]
+    assert any(t.index == GROUP_SIZE for t in found)  # the spare one
+    sizes = Counter((t.wave, t.group) for t in found)
+    assert max(sizes.values()) == GROUP_SIZE
+
+
+def test_records_say_how_busy_each_lane_was_and_what_was_lost(outcome: Outcome) -> None:
+    records = [outcome.store.read_json(f"iterations/{k}.json")["metrics"] for k in range(ITERATIONS)]
+    for metrics in records:
+        assert sum(v for n, v in metrics.items() if n.startswith("staleness/share_")) == pytest.approx(1)
+        for lane in ("environments", "engine", "trainer"):
+            assert 0 <= metrics.get(f"idle/{lane}", 0) <= 1
+        assert metrics["in_flight/episodes"] > 0
+    assert sum(f"idle/{lane}" in m for m in records for lane in ("engine", "trainer")) > ITERATIONS
+    last = records[-1]
+    assert last["groups/cancelled"] > 0 and last["tokens/wasted"] > 0  # of what was spare
