@@ -166,6 +166,8 @@ def test_a_store_that_gives_up_after_its_retries_ends_neither_agent_nor_engine(
             published.put(layout.weights(1), {"model.safetensors": b"weights 1"}, version=1)
         time.sleep(2.5)  # longer than a heartbeat
         assert scene.thread.is_alive() and scene.engine.stops == 0
+        said = scene.agent.registrar.registration.detail
+        assert ("cannot be fetched" if during == "fetch" else "the store is away") in said and "503" in said
     scene.publish(1)
     scene.serves(1)
     assert (scene.engine.starts, scene.engine.stops) == (1, 0)

@@ -159,6 +159,13 @@ def test_tokens_of_an_aborted_request_survive_the_engine(serve: Callable[..., Se
     assert (generation.tokens, generation.versions) == ([11, 12, 1], [3, 3, 7])
 
 
+def test_aborts_before_the_first_token_are_no_hot_loop(serve: Callable[..., Server]) -> None:
+    server = serve(*[part("abort", [])] * 3)
+    started = time.monotonic()
+    assert ask(EngineClient([server.address], "k", 5)).tokens == [11, 12, 1]
+    assert len(server.requests) == 4 and time.monotonic() - started > 0.6  # 0.1, 0.2 and 0.4 s
+
+
 def test_all_parts_share_one_deadline(serve: Callable[..., Server]) -> None:
     server = serve(*[part("abort", [11])] * 20, delay_s=0.2)
     started = time.monotonic()
