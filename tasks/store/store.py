@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 RETRY_DEADLINE_S = 60.0
+CHUNK = 1 << 20  # bytes; larger ones come from fresh pages each time, at twice the cost
 SILENT_S = 2.0  # a shorter outage is not worth a word
 
 logger = logging.getLogger("rollart.store")
@@ -71,7 +73,7 @@ class Store:
     def write(self, key: str, data: bytes) -> None:
         """Write an object, whole or not at all."""
         if self.local:
-            _write_atomically(Path(self._path(key)), data)
+            _atomically(Path(self._path(key)), lambda part: part.write_bytes(data))
         else:
             self._retry(lambda: self.fs.pipe_file(self._path(key), data), f"write of {key}")
 
@@ -97,8 +99,7 @@ class Store:
             return existing
         files: dict[str, Any] = {}
         for name, content in objects.items():
-            files[name] = _describe(content)
-            self._write_content(f"{prefix}/{name}", content)
+            files[name] = self._write_content(f"{prefix}/{name}", content)
         manifest = {**facts, "files": files, "written_at": time.time()}
         self.write_json(f"{prefix}/{MANIFEST}", manifest)
         return manifest
@@ -181,20 +182,27 @@ class Store:
             raise CorruptObject(f"{self.uri}/{prefix}: the manifest does not name {name}")
         return manifest["files"][name]
 
-    def _write_content(self, key: str, content: bytes | Path) -> None:
+    def _write_content(self, key: str, content: bytes | Path) -> dict[str, Any]:
+        """Write an object; returns its size and sha256."""
+        if self.local and isinstance(content, Path):
+            return _atomically(Path(self._path(key)), lambda part: _copy(content, part))
+        described = _describe(content)
         if isinstance(content, bytes):
             self.write(key, content)
-        elif self.local:
-            _write_atomically(Path(self._path(key)), content)
         else:
             self._retry(lambda: self.fs.put_file(str(content), self._path(key)), f"write of {key}")
+        return described
 
     def _fetch_one(self, key: str, target: Path, expected: dict[str, Any]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
-            self._retry(lambda: self.fs.get_file(self._path(key), str(part)), f"read of {key}")
-            _check(f"{self.uri}/{key}", part.stat().st_size, _sha256(part), expected)
+            if self.local:
+                found = _copy(Path(self._path(key)), part)
+            else:
+                self._retry(lambda: self.fs.get_file(self._path(key), str(part)), f"read of {key}")
+                found = _describe(part)
+            _check(f"{self.uri}/{key}", found["size"], found["sha256"], expected)
             os.replace(part, target)
         except FileNotFoundError:
             raise CorruptObject(f"{self.uri}/{key} is missing, but its manifest names it") from None
@@ -309,19 +317,28 @@ def _transient_errors() -> tuple[type[Exception], ...]:
     return OSError, aiohttp.ClientError, boto.HTTPClientError, boto.ConnectionError
 
 
-def _write_atomically(target: Path, content: bytes | Path) -> None:
+def _atomically(target: Path, write: Callable[[Path], T]) -> T:
+    """Write a file, whole or not at all; returns what `write` returns."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        if isinstance(content, bytes):
-            part.write_bytes(content)
-        else:
-            with content.open("rb") as source, part.open("wb") as sink:
-                while chunk := source.read(1 << 22):
-                    sink.write(chunk)
+        written = write(part)
         os.replace(part, target)
+        return written
     finally:
         part.unlink(missing_ok=True)
+
+
+def _copy(source: Path, target: Path) -> dict[str, Any]:
+    """Copy a file, reading it once; returns the size and sha256 of what was copied, hashed beside the writing."""
+    digest, size = hashlib.sha256(), 0
+    with source.open("rb") as reader, target.open("wb") as writer, ThreadPoolExecutor(1) as hasher:
+        while chunk := reader.read(CHUNK):
+            hashed = hasher.submit(digest.update, chunk)
+            writer.write(chunk)
+            hashed.result()
+            size += len(chunk)
+    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def _describe(content: bytes | Path) -> dict[str, Any]:
