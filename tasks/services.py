@@ -178,7 +178,8 @@ class Supervisor:
             end_processes([psutil.Process(p.pid) for p in processes if p.poll() is None], grace_s)
             for process in processes:
                 process.wait(timeout=5)
-            self._record()
+            if self.services:  # else there may not even be a folder
+                self._record()
 
     def _start(self, service: Service) -> None:
         log: IO[bytes] = service.log.open("ab")

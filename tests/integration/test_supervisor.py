@@ -75,6 +75,11 @@ def note_start_then(folder: Path, rest: str) -> list[str]:
     return script(f"import time\nopen({str(folder / 'starts')!r}, 'a').write(f'{{time.time()}}\\n')\n{rest}")
 
 
+def test_a_supervisor_without_services_stops_and_leaves_nothing(tmp_path: Path) -> None:
+    Supervisor(tmp_path / "none").stop()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_dead_service_is_restarted_and_its_death_told_with_code_and_log(
     supervisor: Supervisor, deaths: list, tmp_path: Path
 ) -> None:
