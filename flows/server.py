@@ -22,6 +22,7 @@ from tasks.services import Supervisor, end_with_parent, free_port
 
 START_DEADLINE_S = 300.0  # 6 s on a quiet machine
 WATCH_S, WATCH_DEADLINE_S = 2.0, 5.0
+LONGEST_PAUSE_S = 5.0
 
 # One run needs neither schedules nor late-run marking from its own server.
 _QUIET = {
@@ -63,6 +64,22 @@ def start_server(supervisor: Supervisor) -> str:
     _wait_until_healthy(url, str(service.log))
     os.environ["PREFECT_API_URL"] = url
     return url
+
+
+def ask_again_soon() -> None:
+    """Have Prefect's client ask a server that is away every few seconds.
+
+    It doubles its pauses without an end: after an outage of a minute the run would wait for another one. To be
+    called after the settings are known, as it imports Prefect.
+    """
+    from prefect.client import base
+
+    def pause(average_interval: float, clamping_factor: float = 0.3) -> float:
+        return usual(min(average_interval, LONGEST_PAUSE_S), clamping_factor)
+
+    usual = base.clamped_poisson_interval
+    if usual.__module__ != __name__:  # once is enough
+        base.clamped_poisson_interval = pause  # what _send_with_retry sleeps
 
 
 async def watch_server(say: Callable[[str], None]) -> None:

@@ -37,6 +37,11 @@ from tests.integration.s3 import BUCKET, S3, s3_server
 GROUPS, STALENESS, EVERY = 4, 1, 2
 TOLERANCE = 1e-3
 OUTAGE_S = 20.0
+QUIET = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
 Blow = Callable[[Command, Store], None]
 
 
@@ -169,7 +174,12 @@ def prefect_server(machine: Machine, port: int) -> subprocess.Popen[bytes]:
     argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with (machine.home / "prefect-server.log").open("ab") as log:
         return subprocess.Popen(
-            argv, env=machine.env, stdout=log, stderr=log, cwd=machine.home, start_new_session=True
+            argv,
+            env={**machine.env, **QUIET},
+            stdout=log,
+            stderr=log,
+            cwd=machine.home,
+            start_new_session=True,
         )
 
 
@@ -290,7 +300,12 @@ class Outside(Machine):
         argv += ["--artifacts-destination", str(self.home / "mlartifacts")]
         with (self.home / "mlflow-server.log").open("ab") as log:
             return subprocess.Popen(
-                argv, env=super().env, stdout=log, stderr=log, cwd=self.home, start_new_session=True
+                argv,
+                env={**super().env, **QUIET},
+                stdout=log,
+                stderr=log,
+                cwd=self.home,
+                start_new_session=True,
             )
 
     def later(self, do: Callable[[], None]) -> None:
