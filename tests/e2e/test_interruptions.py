@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import pytest
 
 from tasks.store import Store
@@ -168,6 +169,23 @@ def test_no_finished_group_is_lost(story: Story) -> None:
             oldest = min(t.oldest_version for t in trajectories)
             if next_batch - oldest <= STALENESS:
                 assert group in story.consumed[-1], group
+
+
+# Prefect
+
+
+def test_prefect_shows_how_each_start_and_the_flows_inside_it_ended(story: Story, prefect_api: str) -> None:
+    def runs(**which: Any) -> list[dict[str, Any]]:
+        body = {"flow_runs": which, "sort": "START_TIME_ASC", "limit": 200}
+        return httpx.post(f"{prefect_api}/flow_runs/filter", json=body, timeout=60).json()
+
+    starts = runs(name={"any_": [f"train-{NAME}"]})
+    assert [start["state_type"] for start in starts] == ["CANCELLED", "CRASHED", "COMPLETED"]
+    inside = [run for run in runs(tags={"all_": [f"run:{NAME}"]}) if run["name"] != f"train-{NAME}"]
+    times = [start["start_time"] for start in starts[1:]]
+    for number, how in enumerate(["CANCELLED", "CRASHED", "COMPLETED"]):
+        mine = [run for run in inside if sum(run["start_time"] > time for time in times) == number]
+        assert {run["state_type"] for run in mine} == {"COMPLETED", how}, (number, mine)
 
 
 # The warm start's cache
