@@ -164,6 +164,8 @@ SETTINGS: dict[str, Any] = {
     "rollout__max_staleness": STALENESS,
     "trainer__checkpoint_every": 2,
     "evaluation__every": 100,
+    "inference__start_deadline_s": 900.0,  # for a busy machine
+    "trainer__start_deadline_s": 900.0,
     "environments__latency__step_mean_s": 0.2,
     "environments__latency__step_sigma": 0.8,
 }
