@@ -130,7 +130,7 @@ async def publish(run: str, version: int) -> None:
     context.progress.enter("publish")
     await context.wait_until(
         lambda: context.served is not None and context.served >= version,
-        context.config.inference.start_deadline_s,
+        2 * context.config.inference.start_deadline_s,  # an engine that dies while it starts is started again
         f"every engine to serve version {version} (now: {context.served})",
         f"{run}/services/engine-0.json",
     )
