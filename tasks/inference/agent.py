@@ -109,7 +109,8 @@ class Agent:
                     self.engine.stop()
                     if deaths > self.config.inference.restarts:
                         self._give_up(f"the engine died {deaths} times; the last: {error}")
-                    self.say(f"restarting the engine ({deaths}): {error}".splitlines()[0], status="starting")
+                    said = f"restarting the engine ({deaths}): {error}".splitlines()[0]
+                    self.say(said, status="starting", address=None, version=None)
                     time.sleep(min(0.5 * 2**deaths, 30.0))
         finally:
             self.engine.stop()
