@@ -114,7 +114,7 @@ def test_records_say_how_busy_each_lane_was_and_what_was_lost(outcome: Outcome) 
         assert sum(v for n, v in metrics.items() if n.startswith("staleness/share_")) == pytest.approx(1)
         for lane in ("environments", "engine", "trainer"):
             assert 0 <= metrics.get(f"idle/{lane}", 0) <= 1
-        assert metrics["in_flight/episodes"] > 0
+    assert sum(metrics["in_flight/episodes"] for metrics in records) > 1
     assert sum(f"idle/{lane}" in m for m in records for lane in ("engine", "trainer")) > ITERATIONS
     last = records[-1]
     assert last["groups/cancelled"] > 0 and last["tokens/wasted"] > 0  # of what was spare
