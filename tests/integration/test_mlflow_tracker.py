@@ -213,14 +213,14 @@ def test_what_a_server_missed_while_it_was_down_is_sent_by_the_next_start(
 
 
 def test_a_model_that_cannot_be_registered_costs_two_tries_and_not_the_flush_deadline(
-    database: str, store: Store, capfd: pytest.CaptureFixture[str]
+    database: str, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = Tracker(config(database), "demo", store)
     tracker.start()
     tracker.register_model(7, "model")  # the store has no version 7
     tracker.log_artifact_bytes("after.txt", b"x")
     assert tracker.close(100)
-    assert "registering version 7" in capfd.readouterr().err
+    assert "registering version 7" in caplog.text
     assert {file.path for file in client(database).list_artifacts(tracker.run_id)} == {
         "after.txt",
         "config.toml",
