@@ -42,6 +42,7 @@ QUIET = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
+pytestmark = pytest.mark.slow  # `hurt` takes 5 minutes, `deprived` 8
 Blow = Callable[[Command, Store], None]
 
 
@@ -396,7 +397,7 @@ def deprived(outside: Outside) -> Story:
     return story
 
 
-@pytest.fixture(params=["hurt", pytest.param("deprived", marks=pytest.mark.slow)])
+@pytest.fixture(params=["hurt", "deprived"])
 def story(request: pytest.FixtureRequest) -> Story:
     return request.getfixturevalue(request.param)
 
@@ -446,20 +447,17 @@ def test_the_flow_says_what_happened_to_the_run(hurt: Story, what: str) -> None:
     assert OWN[what][1] in hurt.logs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", OTHERS)
 def test_the_flow_says_what_happened_outside(deprived: Story, what: str) -> None:
     assert OTHERS[what][1] in deprived.logs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", OTHERS)
 def test_the_terminal_says_what_happened_outside(deprived: Story, what: str) -> None:
     assert deprived.done is not None
     assert OTHERS[what][1] in " ".join((deprived.done.out + deprived.done.err).split())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("who", ["the store", "MLflow takes metrics again", "the Prefect server"])
 def test_the_flow_says_when_it_is_back(deprived: Story, who: str) -> None:
     assert any(who in line and "again" in line for line in deprived.logs.splitlines())
@@ -478,7 +476,6 @@ def test_episodes_lost_with_their_worker_or_scheduler_run_again(hurt: Story) -> 
     assert all(len(members(hurt.store, k)) == GROUPS * 4 for k in range(hurt.iterations))
 
 
-@pytest.mark.slow
 def test_hung_steps_and_failed_resets_are_recorded_as_such(deprived: Story) -> None:
     reasons = {(failure.stage, failure.reason) for failure in failures(deprived)}
     assert reasons <= {
@@ -489,7 +486,6 @@ def test_hung_steps_and_failed_resets_are_recorded_as_such(deprived: Story) -> N
     assert retried > 0
 
 
-@pytest.mark.slow
 def test_mlflow_misses_nothing_of_the_time_it_was_away(deprived: Story, outside: Outside) -> None:
     wait_for(f"{outside.mlflow_uri}/health")
     api = f"{outside.mlflow_uri}/api/2.0/mlflow"
