@@ -149,11 +149,13 @@ def check_batches(config: RunConfig) -> None:
 
 
 def check_tasks(config: RunConfig) -> None:
-    """Every task is registered, and takes the options it is given."""
+    """Every task is registered and takes the options it is given, and its reward exists."""
     from tasks.environments import make_environment
+    from tasks.reward.score import reward_function
 
     for index, task in enumerate(config.tasks):
         make_environment(task, config.environments, config.seed, index=index).close()
+        reward_function(task.reward, index)
 
 
 def check_ports(config: RunConfig) -> None:
@@ -492,11 +494,10 @@ def resumed_config(store: Store, stored: RunConfig, overrides: list[str]) -> Run
             "leave it, or start a new run",
         )
     if is_finished(store, changed):
-        raise UserError(
-            "RUN",
-            f"is finished: {latest} iterations are done",
-            f"to train on: --set iterations={2 * max(latest, 1)}",
-        )
+        longer = f"to train on: --set iterations={2 * max(latest, 1)}"
+        fixed = "its cosine schedule has ended; start a new run with more iterations"
+        constant = stored.trainer.schedule != "cosine"
+        raise UserError("RUN", f"is finished: {latest} iterations are done", longer if constant else fixed)
     return changed
 
 
@@ -520,6 +521,8 @@ def make_plan(config: RunConfig, name: str, run: Store, size: Size) -> Plan:
     rollout, trainer = config.rollout, config.trainer
     trajectories = rollout.groups * rollout.group_size
     spare = f" + {rollout.redundancy} spare groups" if rollout.redundancy else ""
+    spare += f" + {rollout.spare_episodes} spare episodes a group" if rollout.spare_episodes else ""
+    spare += f", barrier {rollout.barrier}" if rollout.barrier != "none" else ""
     tasks = ", ".join(
         f"{t.name} ({t.weight / sum(x.weight for x in config.tasks):.0%})" for t in config.tasks
     )

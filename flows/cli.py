@@ -129,12 +129,12 @@ def warm_start(config: str, overrides: tuple[str, ...], name: str | None, dry_ru
 def resume(run: str, root: str, overrides: tuple[str, ...]) -> None:
     """Continue a run that was stopped, killed or failed; no group is trained twice and none is lost.
 
-    A few settings may change: more iterations, deadlines, restarts, tracking, where services run, and where
-    the store is. Anything that would make it another experiment is refused.
+    A few settings may change: more iterations (unless the schedule is cosine), deadlines, restarts, tracking,
+    where services run, and where the store is. Anything that would make it another experiment is refused.
 
     Examples:
       rollart resume frozenlake-1129-143012
-      rollart resume frozenlake-1129-143012 --set iterations=50
+      rollart resume frozenlake-1129-143012 --set inference.restarts=10
     """
     from flows import checks
 
@@ -554,7 +554,7 @@ def find_config(name: str) -> Path:
     path = Path(name)
     if path.suffix == ".toml" or "/" in name:
         return path
-    shipped = {file.stem: file for file in sorted(CONFIGS.glob("*.toml"))}
+    shipped = {file.stem: file for file in sorted(CONFIGS.glob("*.toml")) if "bench-" not in file.stem}
     if name in shipped:
         return shipped[name]
     import difflib

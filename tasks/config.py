@@ -242,6 +242,8 @@ class RunConfig(Section):
                 f"policy.hidden_size|divided by heads is {self.policy.hidden_size // self.policy.heads}, a head size"
                 " that the engine's attention cannot run|choose hidden_size as heads times 32, 64 or 128"
             )
+        if self.rollout.barrier == "turn":
+            self._check_lock_step()
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError("tasks|names a task twice|give each task one [[tasks]] table and set its weight")
@@ -254,6 +256,20 @@ class RunConfig(Section):
                 " pools out to take the local set"
             )
         return self
+
+    def _check_lock_step(self) -> None:
+        """Episodes in lock step run in one worker process, the whole wave at once."""
+        episodes, environments = self.rollout.groups * self.rollout.group_size, self.environments
+        if environments.workers > 1 or environments.slots < episodes:
+            raise ValueError(
+                "rollout.barrier|is 'turn', for which one worker must hold a whole wave|set environments.workers = 1"
+                f" and environments.slots = {episodes} or more"
+            )
+        if self.rollout.redundancy or self.rollout.spare_episodes:
+            raise ValueError(
+                "rollout.barrier|is 'turn', in which nothing is spare|set rollout.redundancy and"
+                " rollout.spare_episodes to 0"
+            )
 
     @property
     def correction(self) -> Correction:
@@ -278,6 +294,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     """
     try:
         data = tomllib.loads(Path(path).read_text())
+    except UnicodeDecodeError:
+        raise UserError(str(path), "is not UTF-8 text", "save it as UTF-8") from None
     except OSError as error:
         raise UserError(
             str(path), f"cannot be read ({error.strerror})", "give the path of a TOML file"

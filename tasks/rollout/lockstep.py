@@ -30,7 +30,8 @@ class TurnBarrier:
             self._waiting += 1
             this_round = self._round
             self._go_on()
-            self._changed.wait_for(lambda: self._round != this_round, WAIT_S)
+            if not self._changed.wait_for(lambda: self._round != this_round, WAIT_S):
+                self._waiting -= 1
 
     def leave(self) -> int:
         """This party comes no more; returns how many are left."""

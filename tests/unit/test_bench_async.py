@@ -61,6 +61,6 @@ def test_each_schedule_comes_at_each_place_equally_often() -> None:
 
 def test_schedules_and_presets_are_settings_of_a_run() -> None:
     for rollout in SCHEDULES.values():
-        RunConfig(rollout=rollout)
+        RunConfig(rollout={"groups": 8, "group_size": 4, **rollout}, environments={"slots": 32})
     for environments in PRESETS.values():
         RunConfig(environments=environments)

@@ -31,6 +31,11 @@ def test_batches_that_do_not_fit_are_refused(overrides: list[str], setting: str)
     assert caught.value.setting == setting
 
 
+def test_a_reward_that_does_not_exist_is_named_with_its_place() -> None:
+    with pytest.raises(UserError, match=r"tasks\.0\.reward.*sucess"):
+        checks.check_tasks(config("tasks.0.reward=sucess"))
+
+
 def test_a_task_option_that_no_environment_takes_is_named_with_its_place() -> None:
     with pytest.raises(UserError) as caught:
         checks.check_tasks(config("tasks.0.options.sise=5"))

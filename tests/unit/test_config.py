@@ -46,6 +46,7 @@ def refused(*overrides: str) -> UserError:
         ("tasks=[]", "tasks", "1 or more"),
         ("tasks=[{weight = 1.0}]", "tasks.0.name", "add it"),
         ("loss.advantage=gpro", "loss.advantage", "did you mean 'grpo'?"),
+        ("rollout.barrier='turn'", "rollout.barrier", "environments.slots = 256"),
         ("loss.correction=truncate", "loss.correction", "did you mean 'truncated'?"),
         ("trainer.schedule=cosin", "trainer.schedule", "did you mean 'cosine'?"),
         ("trainer.zero_stage=4", "trainer.zero_stage", "0, 1, 2 or 3"),
@@ -122,3 +123,9 @@ def test_a_missing_file_and_a_broken_one_are_named(tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text("iterations = \n")
     with pytest.raises(UserError, match="is not valid TOML"):
         load_config(tmp_path / "broken.toml")
+
+
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path) -> None:
+    (tmp_path / "bad.toml").write_bytes(b'name = "\xff"')
+    with pytest.raises(UserError, match="UTF-8"):
+        load_config(tmp_path / "bad.toml")
