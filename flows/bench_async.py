@@ -19,6 +19,7 @@ from prefect import flow
 
 from flows.context import RunContext, named
 from flows.iteration import publish
+from flows.processor_time import family, spent
 from flows.provision import provision
 from flows.schedules import RESULTS, SCHEDULES
 from flows.session import in_session
@@ -108,15 +109,13 @@ async def _mark(context: RunContext, k: int, cpu: _Cpu) -> None:
 
 
 class _Cpu:
-    """Processor time of the run's processes, by lane."""
+    """Processor time since `start`: of the busiest engine process, which is its core, and of all processes."""
 
     def __init__(self, context: RunContext):
         services = context.supervisor.services
-        pids = {name: s.process.pid for name, s in services.items() if s.process is not None}
-        self._groups = {
-            "engine": [pid for name, pid in pids.items() if name.startswith("engine")],
-            "trainer": [pid for name, pid in pids.items() if name == "trainer"],
-        }
+        self._engines = [
+            s.process.pid for n, s in services.items() if n.startswith("engine") and s.process is not None
+        ]
         self.seconds: dict[str, float] = {}
         self._before: dict[str, float] = {}
 
@@ -128,32 +127,10 @@ class _Cpu:
         self.seconds = {name: now[name] - self._before.get(name, now[name]) for name in now}
 
     def _now(self) -> dict[str, float]:
-        found: dict[str, float] = {"all": _cpu_seconds([psutil.Process().pid])}
-        for lane, pids in self._groups.items():
-            found[lane] = max((_busiest(pid) for pid in pids), default=0.0)
-        return found
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
-
-
-def _cpu_seconds(pids: Sequence[int]) -> float:
-    return sum(_spent(process) for pid in pids for process in _family(pid))
-
-
-def _busiest(pid: int) -> float:
-    """Of the process that has spent most: of an engine its core, of the trainer its worker."""
-    return max(_spent(process) for process in _family(pid))
-
-
-def _spent(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return times.user + times.system
+        return {
+            "all": sum(map(spent, family(psutil.Process().pid))),
+            "engine": max((spent(p) for pid in self._engines for p in family(pid)), default=0.0),
+        }
 
 
 def _measure(context: RunContext, schedule: str, repeat: int, first: int, last: int, cpu: _Cpu) -> Turn:

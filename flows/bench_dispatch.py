@@ -17,6 +17,7 @@ from prefect import flow
 
 from flows.context import RunContext, named
 from flows.iteration import publish
+from flows.processor_time import spent
 from flows.provision import provision
 from flows.rollout import episode_pool
 from flows.schedules import DISPATCH_RESULTS
@@ -56,19 +57,14 @@ async def burst(context: RunContext, count: int) -> dict[str, float]:
     service = await asyncio.to_thread(registered, context.store, "environments")
     assert service is not None
     processes = {"controller_ms": psutil.Process(), "scheduler_ms": psutil.Process(service.pid)}
-    before, started = {name: _spent(process) for name, process in processes.items()}, time.monotonic()
+    before, started = {name: spent(process) for name, process in processes.items()}, time.monotonic()
     pool = episode_pool(context, "train", 1.0)
     pool.submit(specs)
     results = [result async for result in pool]
     if failed := [result for result in results if isinstance(result, EpisodeFailure)]:
         context.progress.say(f"{len(failed)} of {count} episodes failed; the last: {failed[-1].reason}")
-    spent = {name: 1000 * (_spent(process) - before[name]) / count for name, process in processes.items()}
+    spent = {name: 1000 * (spent(process) - before[name]) / count for name, process in processes.items()}
     return {**spent, "seconds": time.monotonic() - started, "failed": float(len(failed))}
-
-
-def _spent(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 def _medians(bursts: Sequence[dict[str, float]]) -> dict[str, float]:

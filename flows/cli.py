@@ -72,6 +72,13 @@ _STORE = click.option(
     help="Store root the run is in: a folder or s3://bucket/prefix.",
 )
 
+_JSON_FILE = click.option(
+    "--json",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the figures to FILE as well.",
+)
+
 
 @click.group(cls=_Commands, context_settings=_SETTINGS)
 @click.version_option(package_name="prefect-rollart")
@@ -288,9 +295,7 @@ def bench() -> None:
 @bench.command("overhead", cls=_Example)
 @click.argument("run")
 @_STORE
-@click.option(
-    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write it to FILE as well."
-)
+@_JSON_FILE
 def bench_overhead(run: str, root: str, file: Path | None) -> None:
     """Seconds of each iteration in which no stage was working, and between which stages they passed.
 
@@ -299,8 +304,6 @@ def bench_overhead(run: str, root: str, file: Path | None) -> None:
     Example:
       rollart bench overhead frozenlake-1129-143012 --json overhead.json
     """
-    import json
-
     from flows.bench import overhead
     from tasks.store import layout
 
@@ -315,8 +318,7 @@ def bench_overhead(run: str, root: str, file: Path | None) -> None:
     )
     for part, seconds in found["parts"].items():
         click.echo(f"  {seconds:6.2f} s  {part}")
-    if file is not None:
-        file.write_text(json.dumps(found, indent=1) + "\n")
+    _write_figures(file, found)
 
 
 class _Count(click.ParamType):
@@ -358,9 +360,7 @@ class _Count(click.ParamType):
     show_default=True,
     help="What an update does to them: inference.update.",
 )
-@click.option(
-    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write it to FILE as well."
-)
+@_JSON_FILE
 def bench_weights(parameters: int, updates: int, requests: int, update: str, file: Path | None) -> None:
     """Seconds of each step of an update of the weights, from the trainer to a busy engine that serves them.
 
@@ -372,14 +372,11 @@ def bench_weights(parameters: int, updates: int, requests: int, update: str, fil
       rollart bench weights --json weights.json
       rollart bench weights --parameters 2M --updates 3 --update abort
     """
-    import json
-
     from tasks.inference.bench import line, measure
 
     found = measure(parameters, updates, requests, update, say=click.echo)
     click.echo(f"median: {line(found['median'])}")
-    if file is not None:
-        file.write_text(json.dumps(found, indent=1) + "\n")
+    _write_figures(file, found)
 
 
 @bench.command("async", cls=_Example)
@@ -397,12 +394,7 @@ def bench_weights(parameters: int, updates: int, requests: int, update: str, fil
     "--iterations", type=click.IntRange(min=1), default=4, show_default=True, help="Measured, of every turn."
 )
 @_SET
-@click.option(
-    "--json",
-    "file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the figures to FILE as well.",
-)
+@_JSON_FILE
 def bench_async(
     presets: tuple[str, ...], repeats: int, iterations: int, overrides: tuple[str, ...], file: Path | None
 ) -> None:
@@ -416,8 +408,6 @@ def bench_async(
       rollart bench async --preset middle --json async.json
       rollart bench async --preset heavy --repeats 1 --iterations 2
     """
-    import json
-
     from rich.console import Console
 
     from flows import bench_report
@@ -439,8 +429,15 @@ def bench_async(
         image = bench_report.picture(f"environment latency: {preset}", store, turns)
         store.write("plots/async.png", image)
         click.echo(f"timelines: {store.uri}/plots/async.png")
-        if file is not None:
-            file.write_text(json.dumps(figures, indent=1) + "\n")
+        _write_figures(file, figures)
+
+
+def _write_figures(file: Path | None, figures: dict[str, Any]) -> None:
+    """What --json asks for."""
+    import json
+
+    if file is not None:
+        file.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _bench_run(kind: str, suffix: str, overrides: list[str], **parameters: Any) -> Store:
@@ -463,12 +460,7 @@ def _bench_run(kind: str, suffix: str, overrides: list[str], **parameters: Any) 
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
 @_SET
-@click.option(
-    "--json",
-    "file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the figures to FILE as well.",
-)
+@_JSON_FILE
 def bench_dispatch(
     counts: tuple[int, ...], repeats: int, overrides: tuple[str, ...], file: Path | None
 ) -> None:
@@ -479,8 +471,6 @@ def bench_dispatch(
     Example:
       rollart bench dispatch --episodes 200 --episodes 2000 --json dispatch.json
     """
-    import json
-
     from flows.schedules import DISPATCH_RESULTS
 
     store = _bench_run("bench-dispatch", "", list(overrides), counts=counts, repeats=repeats)
@@ -492,8 +482,7 @@ def bench_dispatch(
             f"{burst['episodes']:8}  {controller:7.2f} ms {scheduler:7.2f} ms {controller + scheduler:6.2f} ms"
             f"  {burst['seconds']:5.1f} s"
         )
-    if file is not None:
-        file.write_text(json.dumps(found, indent=1) + "\n")
+    _write_figures(file, found)
 
 
 # How a run starts and is watched

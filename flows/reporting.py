@@ -24,6 +24,7 @@ from flows.context import RunContext
 from tasks.rollout.chat import ChatRenderer
 from tasks.services import registered
 from tasks.store import layout
+from tasks.tracking.timeline import busy
 from tasks.trajectory import Trajectory
 
 PACKAGES = (
@@ -99,7 +100,10 @@ async def link_to_mlflow(context: RunContext) -> None:
 async def record_iteration(context: RunContext, k: int, trajectories: list[Trajectory]) -> None:
     """Merge everything measured about iteration `k` into one record; show it in Prefect and MLflow."""
     trainer = await asyncio.to_thread(context.store.read_json, layout.trainer_metrics(k))
-    loads = await asyncio.to_thread(_loads, context, k + 1)
+    engines = await asyncio.to_thread(_engine_facts, context)
+    loads = [
+        load for facts in engines.values() for load in facts.get("loads", []) if load["version"] == k + 1
+    ]
     weights = await asyncio.to_thread(context.store.manifest, layout.weights(k + 1))
     spans = [*context.spans, *_trainer_spans(k, trainer, weights or {}), *_load_spans(loads)]
     context.spans = []
@@ -108,7 +112,7 @@ async def record_iteration(context: RunContext, k: int, trajectories: list[Traje
         **engine_metrics(loads),
         **{name: value for name, value in trainer.items() if not name.startswith("at/")},
         **ledger_metrics(context, trajectories, k),
-        **lane_metrics(context, spans),
+        **lane_metrics(context, spans, engines),
         **time_metrics(spans),
     }
     record = {"k": k, "metrics": metrics, "spans": spans}
@@ -273,30 +277,30 @@ def ledger_metrics(context: RunContext, trajectories: list[Trajectory], k: int) 
     }
 
 
-def lane_metrics(context: RunContext, spans: list[dict[str, Any]]) -> dict[str, float]:
+def lane_metrics(
+    context: RunContext, spans: list[dict[str, Any]], engines: dict[str, dict[str, Any]]
+) -> dict[str, float]:
     """The idle share of each lane since the last record, and the episodes in flight on average."""
     now, slots = time.time(), context.slots
     at, busy_s = context.last_look
     context.last_look = (now, slots.busy_s)
     seconds = max(now - at, 1e-9)
-    worked = sum(
-        min(s["end"], now) - max(s["start"], at)
-        for s in spans
-        if s["lane"] in ("train", "publish") and s["end"] > at
-    )
+    worked = sum(busy(spans, lane, at, now) for lane in ("train", "publish"))
     in_use = (slots.busy_s - busy_s) / seconds
     return {
         "idle/trainer": 1 - min(1.0, worked / seconds),
         "idle/environments": 1 - min(1.0, in_use / slots.total),
         "in_flight/episodes": in_use,
-        **_engine_idle(context),
+        **_engine_idle(context, engines),
     }
 
 
-def _engine_idle(context: RunContext) -> dict[str, float]:
+def _engine_idle(context: RunContext, engines: dict[str, dict[str, Any]]) -> dict[str, float]:
     """The share of time in which an engine had no request, by its own count between two heartbeats."""
     shares = []
-    for name, now in _engine_facts(context, "busy").items():
+    for name, facts in engines.items():
+        if (now := facts.get("busy")) is None:
+            continue
         before = context.engines_busy.get(name, now)
         if now["at"] > before["at"]:
             shares.append(1 - (now["busy_s"] - before["busy_s"]) / (now["at"] - before["at"]))
@@ -304,16 +308,10 @@ def _engine_idle(context: RunContext) -> dict[str, float]:
     return {"idle/engine": _mean(shares)} if shares else {}
 
 
-def _engine_facts(context: RunContext, fact: str) -> dict[str, Any]:
-    """A fact of each engine's registration, by the engine's name."""
+def _engine_facts(context: RunContext) -> dict[str, dict[str, Any]]:
+    """The facts that each engine registered, by its name."""
     found = [registered(context.store, f"engine-{i}") for i in range(context.config.inference.engines)]
-    return {service.name: service.facts[fact] for service in found if service and fact in service.facts}
-
-
-def _loads(context: RunContext, version: int) -> list[dict[str, Any]]:
-    """What each engine measured when it loaded `version`."""
-    found = _engine_facts(context, "loads").values()
-    return [load for loads in found for load in loads if load["version"] == version]
+    return {service.name: service.facts for service in found if service}
 
 
 def engine_metrics(loads: list[dict[str, Any]]) -> dict[str, float]:
