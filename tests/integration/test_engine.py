@@ -200,7 +200,7 @@ def updated_in_flight(run: Run, requests: int) -> tuple[list[Generation], dict[s
     probe = probe_of(new)  # made before: the requests last no longer than a few seconds
     with ThreadPoolExecutor(requests) as threads:
         futures = [threads.submit(ask, client, tokens, CONTEXT - 20) for tokens in prompts]
-        while (now := run.busy())["in_flight"] < requests or not now["tokens_in_flight"]:
+        while (now := run.busy())["tokens_in_flight"] < 16 * min(requests, 16):  # all that can run do
             time.sleep(0.02)
         put_weights(run.store, version + 2, new, probe)
         generations = [future.result() for future in futures]
@@ -212,7 +212,9 @@ def updated_in_flight(run: Run, requests: int) -> tuple[list[Generation], dict[s
         by_old, by_new = recomputed(old, tokens, generation), recomputed(new, tokens, generation)
         assert difference([0, *generation.logprobs[:switch]], [0, *by_old[:switch]]) < 1e-3
         assert difference([0, *generation.logprobs[switch:]], [0, *by_new[switch:]]) < 1e-3
-    return generations, run.wait_for_version(version + 2).facts["loads"][-1]
+    load = run.wait_for_version(version + 2).facts["loads"][-1]
+    assert load["tokens_in_flight"] >= now["tokens_in_flight"]  # none had ended, so it only grew
+    return generations, load
 
 
 def check_load(load: dict[str, Any], generations: list[Generation]) -> None:
@@ -220,8 +222,8 @@ def check_load(load: dict[str, Any], generations: list[Generation]) -> None:
     cut = [generation for generation in generations if len(set(generation.versions)) == 2]
     by_old = sum(generation.versions.index(generation.versions[-1]) for generation in cut)
     assert len(cut) <= load["requests_in_flight"] <= len(generations)
-    # The count is from just before the pause: a few tokens were still made, and a request may have ended.
-    assert by_old / 2 + len(cut) * 12 <= load["tokens_in_flight"] <= by_old + len(generations) * (CONTEXT - 8)
+    # The count is from just before the pause: a few tokens were still made.
+    assert load["tokens_in_flight"] <= by_old + len(generations) * (CONTEXT - 8)
     assert 0 < load["load_s"] < load["pause_s"] < load["serving_s"] < 20
     assert load["prefetch_s"] + load["pause_s"] < load["serving_s"]
 
@@ -231,8 +233,8 @@ def test_a_request_in_flight_survives_an_update_and_shows_both_versions(run: Run
     assert all(len(set(generation.versions)) == 2 for generation in generations)
     assert load["requests_in_flight"] == 8
     check_load(load, generations)
-    busy = run.wait(lambda found: found.facts["busy"]["at"] > load["at"]).facts["busy"]
-    assert busy["busy_s"] > 0.3 and busy["in_flight"] == 0
+    busy = run.wait(lambda found: found.facts["busy"]["in_flight"] == 0).facts["busy"]
+    assert busy["busy_s"] > 0.3
     later = run.wait(lambda found: found.facts["busy"]["at"] > busy["at"]).facts["busy"]
     assert busy["busy_s"] == later["busy_s"] and later["in_flight"] == 0  # nothing was asked of it
 
