@@ -23,7 +23,7 @@ from flows.processor_time import family, spent
 from flows.provision import provision
 from flows.schedules import RESULTS, SCHEDULES
 from flows.session import in_session
-from flows.train import consumed_groups, lanes, latest_version, new_ledger
+from flows.train import lanes, latest_version, new_ledger
 from flows.warm_start import initial_policy
 from tasks.store import layout
 from tasks.trajectory import Trajectory, decode
@@ -89,12 +89,12 @@ async def take_turn(context: RunContext, schedule: str, repeat: int, iterations:
     first = await asyncio.to_thread(latest_version, context.store)
     last = first + FILL + iterations
     context.first_wave = first
-    context.ledger = new_ledger(settings, await asyncio.to_thread(consumed_groups, context.store))
+    context.ledger = new_ledger(settings, set())  # waves that the turn before ran ahead with are made anew
     context.finished, context.spans, context.wasted_tokens = {}, [], 0
     cpu = _Cpu(context)
     watch = asyncio.create_task(_mark(context, first + FILL, cpu))
     try:
-        await lanes(context, first, last, last + settings.max_staleness + 1)
+        await lanes(context, range(first, last), range(first, last + settings.max_staleness + 1))
     finally:
         watch.cancel()
     cpu.stop()

@@ -592,7 +592,7 @@ def _places(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
     ]
     for stage, detail in rows:
         pool = pool_for(stage, config.pools)
-        yield stage, pool.name, ", ".join(pool.tags), detail
+        yield stage, pool.name, ", ".join([pool.hardware, *pool.tags]), detail
 
 
 def _packages() -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ a resume and a crashed controller's restart are one and the same: call `train` w
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from prefect import flow
@@ -42,39 +43,33 @@ async def _train(context: RunContext) -> dict[str, str]:
     if not await asyncio.to_thread(context.store.exists, layout.evaluation(0)) and first == 0:
         await evaluate(context.run, 0)
     context.spans.clear()  # the records of iterations hold their own stages only
-    await lanes(context, first, context.config.iterations)
+    last = context.config.iterations
+    waves = [*context.groups.short_waves(first), *range(first, last)]
+    await lanes(context, range(first, last), waves)
     return {"plots": f"{context.run}/plots"}  # drawn when the session closes
 
 
-async def lanes(context: RunContext, first: int, last: int, waves: int | None = None) -> None:
-    """Iterations `first` to `last - 1`: the rollout lane and the training lane, side by side.
-
-    The rollout lane goes on to wave `waves - 1`, as if there were iterations for them; by default to `last - 1`.
-    """
+async def lanes(context: RunContext, iterations: Sequence[int], waves: Sequence[int]) -> None:
+    """The training lane consumes the batches of `iterations` while the rollout lane makes `waves`."""
     async with asyncio.TaskGroup() as group:
-        group.create_task(rollout_lane(context, first, waves or last))
-        await training_lane(context, first, last)
+        group.create_task(rollout_lane(context, waves))
+        for k in iterations:
+            await iteration(context.run, k)
         context.groups.close()
         await context.notify()
 
 
-async def rollout_lane(context: RunContext, first: int, last: int) -> None:
+async def rollout_lane(context: RunContext, waves: Sequence[int]) -> None:
     """Open a flow for every wave, one wave before it may be dispatched, so that its start costs no time."""
-    async with asyncio.TaskGroup() as waves:
-        for wave in [*context.groups.short_waves(first), *range(first, last)]:
+    async with asyncio.TaskGroup() as flows:
+        for wave in waves:
             await context.wait_until(
                 lambda wave=wave: context.groups.admits(wave - 1, context.served or 0),  # type: ignore[misc]
                 2 * context.config.trainer.step_deadline_s,
                 f"wave {wave} to be admitted",
                 f"{context.run}/services",
             )
-            waves.create_task(rollout(context.run, wave))
-
-
-async def training_lane(context: RunContext, first: int, last: int) -> None:
-    """Consume the batches in order."""
-    for k in range(first, last):
-        await iteration(context.run, k)
+            flows.create_task(rollout(context.run, wave))
 
 
 def latest_version(store: Store) -> int:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from hardware.pools import Pool, local_pools
+from hardware.pools import Pool, local_pools, pool_for, pool_set
 from tasks.errors import UserError
 
 
@@ -211,7 +211,13 @@ class RunConfig(Section):
     )
     seed: int = Field(0, ge=0)
     iterations: int = Field(25, ge=1)
-    placement: Literal["local"] = "local"
+    placement: Literal["local", "pools"] = Field(
+        "local",
+        description="where services run: child processes of the run, or flows on the pools' work pools",
+    )
+    services_grace_s: float = Field(
+        300.0, ge=10, description="on pools: how long services outlive a run that is paused, failed or gone"
+    )
     store: StoreConfig = StoreConfig()
     policy: PolicyConfig = PolicyConfig()
     tasks: list[TaskConfig] = Field([TaskConfig(name="frozenlake")], min_length=1)
@@ -223,7 +229,21 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     tracking: TrackingConfig = TrackingConfig()
-    pools: list[Pool] = Field(default_factory=local_pools)
+    pools: list[Pool] = Field(
+        default_factory=local_pools, description="[[pools]] tables, or the name of a set in hardware/sets"
+    )
+
+    @field_validator("pools", mode="before")
+    @classmethod
+    def _named_set(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return pool_set(value)
+        except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(
+                f"pools|{value!r} is no set of pools ({error})|use local or production"
+            ) from None
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -244,18 +264,27 @@ class RunConfig(Section):
             )
         if self.rollout.barrier == "turn":
             self._check_lock_step()
+        if self.placement == "pools":
+            self._check_slots()
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError("tasks|names a task twice|give each task one [[tasks]] table and set its weight")
-        missing = {"rollout", "train", "environment", "reward", "control"} - {
-            pool.role for pool in self.pools
-        }
+        missing = {"rollout", "train", "environment", "reward"} - {pool.role for pool in self.pools}
         if missing:
             raise ValueError(
                 f"pools|no pool has the role {', '.join(sorted(missing))}|add a [[pools]] table for it, or leave"
                 " pools out to take the local set"
             )
         return self
+
+    def _check_slots(self) -> None:
+        """The pool of the engines has room for all of them at once."""
+        pool = pool_for("engine", self.pools)
+        if self.inference.engines > pool.slots:
+            raise ValueError(
+                f"inference.engines|is {self.inference.engines}, but pool {pool.name} has {pool.slots} slots|lower it,"
+                " or raise slots of the pool"
+            )
 
     def _check_lock_step(self) -> None:
         """Episodes in lock step run in one worker process, the whole wave at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from hardware.pools import ROLE_OF, Pool, local_pools, pool_for
+from hardware.pools import ROLE_OF, Pool, local_pools, pool_for, pool_set
 from tasks.config import parse_config
 from tasks.errors import UserError
 
@@ -19,16 +19,22 @@ from tasks.errors import UserError
         ("publish", "gpu-compute"),
         ("rollout", "cpu-env"),
         ("reward", "serverless-reward"),
-        ("control", "control"),
+        ("control", "cpu-env"),
     ],
 )
 def test_a_stage_runs_on_the_local_pool_of_its_role(stage: str, pool: str) -> None:
     assert pool_for(stage, local_pools()).name == pool
 
 
-def test_the_local_set_has_a_pool_for_every_stage() -> None:
-    for stage in ROLE_OF:
-        assert pool_for(stage, local_pools()).role == ROLE_OF[stage]
+@pytest.mark.parametrize("name", ["local", "production"])
+def test_a_shipped_set_has_a_pool_for_every_stage(name: str) -> None:
+    for stage in ROLE_OF.keys() - {"control"}:
+        assert pool_for(stage, pool_set(name)).role == ROLE_OF[stage]
+
+
+def test_a_pool_of_its_own_controls_if_there_is_one() -> None:
+    pools = [*local_pools(), Pool(name="boss", role="control")]
+    assert pool_for("control", pools).name == "boss"
 
 
 def test_the_first_pool_of_a_role_is_taken_in_any_order_of_the_others() -> None:
@@ -41,11 +47,9 @@ def test_the_first_pool_of_a_role_is_taken_in_any_order_of_the_others() -> None:
 
 
 def test_prefect_tags_name_the_pool_and_its_hardware() -> None:
-    assert Pool(name="gpu-compute", role="train", tags=["h800", "eu"]).prefect_tags == [
-        "pool:gpu-compute",
-        "h800",
-        "eu",
-    ]
+    pool = Pool(name="gpu-compute", role="train", accelerator="h800", count=8, tags=["eu"])
+    assert pool.prefect_tags == ["pool:gpu-compute", "hardware:8xh800", "eu"]
+    assert Pool(name="cpu-env", role="environment").prefect_tags == ["pool:cpu-env", "hardware:cpu"]
 
 
 def test_an_unknown_stage_is_an_error_that_names_it() -> None:
@@ -66,7 +70,18 @@ def test_a_configuration_without_a_pool_for_a_role_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"name": "GPU pool"}, {"role": "gpu"}, {"slots": 0}, {"slots": "4"}, {"price": 1}]
+    "wrong",
+    [
+        {"name": "GPU pool"},
+        {"accelerator": "h801", "count": 8},
+        {"accelerator": "h800"},
+        {"count": 8},
+        {"type": "slurm"},
+        {"role": "gpu"},
+        {"slots": 0},
+        {"slots": "4"},
+        {"price": 1},
+    ],
 )
 def test_a_wrong_pool_is_refused(wrong: dict[str, object]) -> None:
     Pool(name="ok", role="train")
