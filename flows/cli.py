@@ -11,12 +11,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from flows import new_run
 from tasks.errors import DeadlineExceeded, RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tasks.config import RunConfig
     from tasks.store import Store
 
-CONFIGS = Path(__file__).parent.parent / "deployments" / "configs"
 HARD_EXIT_S = 12.0  # after a signal, the longest wait for the run to end its children in order
 
 
@@ -442,8 +441,8 @@ def _write_figures(file: Path | None, figures: dict[str, Any]) -> None:
 
 def _bench_run(kind: str, suffix: str, overrides: list[str], **parameters: Any) -> Store:
     """A run of a benchmark, to its end; returns its store."""
-    path = CONFIGS / f"{kind}.toml"
-    store, config = _create(path, [*overrides, f"name={run_name(path) + suffix!r}"])
+    path = new_run.CONFIGS / f"{kind}.toml"
+    store, config = new_run.create(path, [*overrides, f"name={new_run.run_name(path) + suffix!r}"])
     _watch(kind, store, config, **parameters)
     return store
 
@@ -498,37 +497,17 @@ def _new_run(
 ) -> None:
     from flows import checks, view
 
-    path = find_config(config_name)
+    path = new_run.find_config(config_name)
     named = [*overrides, *([f"name={name!r}"] if name else [])]
     if dry_run:
-        config = _resolved(path, named)
+        config = new_run.resolved(path, named)
         view.show_plan(checks.preflight(config, str(config.name), resume=False))
         return
-    store, config = _create(path, named)
+    store, config = new_run.create(path, named)
     if prepare:
         _show_prepared(store)
         return
     _watch(kind, store, config)
-
-
-def _resolved(path: Path, overrides: list[str]) -> RunConfig:
-    """The configuration of a new run, with a name."""
-    from tasks.config import load_config
-
-    config = load_config(path, overrides)
-    return config if config.name else load_config(path, [*overrides, f"name={run_name(path)!r}"])
-
-
-def _create(path: Path, overrides: list[str]) -> tuple[Store, RunConfig]:
-    """Check everything, then write the new run's configuration."""
-    from flows import checks
-    from tasks.store import layout
-
-    config = _resolved(path, overrides)
-    checks.preflight(config, str(config.name), resume=False)
-    store = checks.store_of(config).below(str(config.name))
-    store.write(layout.CONFIG, config.to_toml().encode())
-    return store, config
 
 
 def _show_prepared(store: Store) -> None:
@@ -536,31 +515,6 @@ def _show_prepared(store: Store) -> None:
     click.echo(f"The run is prepared, and nothing is started: {store.uri}")
     click.echo("Start it through its deployment (deployments/README.md):")
     click.echo(f"  prefect deployment run train/train --param run={store.uri}{endpoint}")
-
-
-def find_config(name: str) -> Path:
-    """The file of a config given as a path or as the name of a shipped one. Raises UserError."""
-    path = Path(name)
-    if path.suffix == ".toml" or "/" in name:
-        return path
-    shipped = {file.stem: file for file in sorted(CONFIGS.glob("*.toml")) if "bench-" not in file.stem}
-    if name in shipped:
-        return shipped[name]
-    import difflib
-
-    near = difflib.get_close_matches(name, shipped, n=1)
-    did = f"did you mean {near[0]!r}? " if near else ""
-    raise UserError(
-        "CONFIG",
-        f"there is no shipped config {name!r}",
-        f"{did}give a .toml file or one of: {', '.join(shipped)}",
-    )
-
-
-def run_name(path: Path) -> str:
-    """A name for a new run: `frozenlake-1129-143012` (month, day, hour, minute, second)."""
-    stem = "".join(c if c.isalnum() or c in "._-" else "-" for c in path.stem.lower()).strip("._-") or "run"
-    return f"{stem[:40]}-{time.strftime('%m%d-%H%M%S')}"
 
 
 def _split(run: str, root: str) -> tuple[str, str]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import secrets
 import time
 import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -20,18 +18,18 @@ from flows.progress import Progress
 from hardware.pools import pool_for
 from tasks.config import RunConfig, parse_config
 from tasks.errors import DeadlineExceeded
+from tasks.reward.client import RewardClient
 from tasks.rollout.ledger import GroupKey, Ledger
 from tasks.rollout.slots import Slots
-from tasks.services import Supervisor, work_folder
+from tasks.services import Supervisor
 from tasks.store import Store, layout
 from tasks.trajectory import EpisodeFailure, Group, Trajectory
 
 if TYPE_CHECKING:
     from distributed import Client
 
+    from flows.pools import PoolServices
     from tasks.tracking.mlflow_tracker import Tracker
-
-API_KEY = "ROLLART_API_KEY"
 
 
 @dataclass
@@ -41,8 +39,10 @@ class RunContext:
     store: Store
     config: RunConfig
     progress: Progress
-    supervisor: Supervisor
+    supervisor: Supervisor  # of the services that are child processes of this one
+    pools: PoolServices | None  # of those that are flows on their pools
     tracker: Tracker
+    rewards: RewardClient | None = None  # of the reward function; without one, rewards are computed here
     dask: Client | None = None
     slots: Slots = field(default_factory=lambda: Slots(1))  # of the environments cluster
     ledger: Ledger | None = None
@@ -66,6 +66,11 @@ class RunContext:
     problems: list[str] = field(default_factory=list)  # deaths of services, to be logged by the flow
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     changes: int = 0  # notifications so far: who compares them misses none between a look and a wait
+
+    @property
+    def services(self) -> Supervisor | PoolServices:
+        """Where this run's services are started and looked after."""
+        return self.pools or self.supervisor
 
     @property
     def run(self) -> str:
@@ -133,23 +138,20 @@ async def open_context(store: Store, progress: Progress, supervisor: Supervisor)
 
     config = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
     name = store.uri.rstrip("/").rsplit("/", 1)[-1]
-    context = RunContext(store, config, progress, supervisor, Tracker(config, name, store))
+    pools = None
+    if config.placement == "pools":
+        from flows.pools import PoolServices
+
+        pools = PoolServices(store, config, progress.say)
+    context = RunContext(store, config, progress, supervisor, pools, Tracker(config, name, store))
+    if pools is not None:
+        context.rewards = RewardClient(store, config.rollout.wave_deadline_s)
     progress.iterations = config.iterations
     _live[store.uri] = context
     try:
         yield context
     finally:
         del _live[store.uri]
-
-
-def api_key(store: Store) -> str:
-    """The key of the run's engines: made once, kept in the run's work folder with mode 0600."""
-    path = work_folder(store) / "engine.key"
-    if not path.exists():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(32))
-    return path.read_text()
 
 
 def named(prefix: str) -> Callable[[], str]:

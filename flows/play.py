@@ -17,10 +17,10 @@ from rich.status import Status
 from rich.text import Text
 
 from flows.checks import existing_version, running_process
-from flows.context import API_KEY, api_key
 from tasks.config import RunConfig, TaskConfig
 from tasks.errors import RunFailed, UserError
 from tasks.inference.client import EngineClient
+from tasks.keys import API_KEY, run_key
 from tasks.rollout.chat import ChatRenderer
 from tasks.rollout.episode import Turn, run_episode
 from tasks.services import Registration, Supervisor, registered, tail, work_folder
@@ -47,7 +47,7 @@ def play(
     """
     console = console or Console(highlight=False)
     with _engine(store, config, version, console) as engine:
-        client = EngineClient([str(engine.address)], api_key(store), config.inference.request_deadline_s)
+        client = EngineClient([str(engine.address)], run_key(store), config.inference.request_deadline_s)
         chat = ChatRenderer.from_store(store)
         for number in range(episodes):
             chosen = random.randrange(SEEDS) if seed is None else seed + number
@@ -151,7 +151,7 @@ def _engine(store: Store, config: RunConfig, version: int, console: Console) -> 
         argv += ["--endpoint-url", store.endpoint_url]
     supervisor, started_at = Supervisor(work_folder(store)), time.time()
     try:
-        service = supervisor.add(ENGINE, argv, {API_KEY: api_key(store)}, restarts=0)
+        service = supervisor.add(ENGINE, argv, {API_KEY: run_key(store)}, restarts=0)
         with console.status(f"starting an engine with version {version}") as status:
             engine = _wait(store, config, version, supervisor, str(service.log), started_at, status)
         yield engine

@@ -1,13 +1,12 @@
 """Start the services of a run, keep an eye on them, and tell the person who watches what happens to them.
 
-Placement `local`: each service is a supervised child process. What a service is and how it does is read from
-its registration in the store, so nothing here depends on where it runs.
+Placement `local`: each service is a supervised child process; `pools`: a flow on its pool. What a service is and
+how it does is read from its registration in the store, so hardly anything here depends on where it runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,22 +14,21 @@ from typing import Any
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from flows.context import API_KEY, RunContext, api_key, live, on_pool
+from flows.context import RunContext, live, on_pool
+from flows.pools import PoolService
+from tasks.commands import STAGE, service_command
 from tasks.errors import DeadlineExceeded, RunFailed
+from tasks.keys import SECRET, fingerprint, run_key
 from tasks.rollout.slots import CANCELLED, Slots
-from tasks.services import Registration, registered, tail
+from tasks.services import HEARTBEAT_S, Registration, registered, tail
 from tasks.store import MANIFEST, CorruptObject, layout
 from tasks.training.policy import publish_policy
 
-MODULES = {
-    "engine": "tasks.inference.agent",
-    "trainer": "tasks.training.service",
-    "environments": "tasks.environments.cluster",
-}
-ROLE_STAGE = {"engine": "engine", "trainer": "train", "environments": "rollout"}
-# On a CPU, engine and trainer share cores: an OpenMP thread that spins at a barrier takes them from the other.
-_SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-ALL = ("trainer", "environments", "engine")
+ALL = (
+    "environments",
+    "engine",
+    "trainer",
+)  # accelerator pools in one order: two runs never wait for each other
 
 
 @flow(flow_run_name="provision", persist_result=False)
@@ -44,8 +42,12 @@ async def provision(run: str, kinds: Sequence[str] = ALL, pin_version: int | Non
     await asyncio.to_thread(publish_policy, context.store, context.config)
     for kind in kinds:
         for name in service_names(context, kind):
-            with on_pool(ROLE_STAGE[kind], context.config):
+            with on_pool(STAGE[kind], context.config):
                 await start_service(run, kind, name, pin_version if kind == "engine" else None)
+            if kind != "environments":
+                await admitted(context, name)
+    if context.pools is not None:
+        await start_service(run, "reward", "reward", None)
     await asyncio.gather(*(ready(context, kind, started_at) for kind in kinds if kind != "engine"))
     if "environments" in kinds:
         await connect_environments(context)
@@ -81,33 +83,73 @@ def service_names(context: RunContext, kind: str) -> list[str]:
 
 @task(task_run_name="start-{name}", cache_policy=NO_CACHE, persist_result=False)
 async def start_service(run: str, kind: str, name: str, pin_version: int | None) -> None:
-    """Start one service as a child process of the run."""
+    """Start one service: as a child process of the run, or as a flow on its pool."""
     context = live(run)
-    argv = [sys.executable, "-m", MODULES[kind], "--store", run]
-    if context.store.endpoint_url:
-        argv += ["--endpoint-url", context.store.endpoint_url]
-    if kind == "engine":
-        argv += ["--name", name]
-    if pin_version is not None:
-        argv += ["--pin-version", str(pin_version)]
-    environment = {API_KEY: api_key(context.store), **_SHARED_CORES}
-    restarts = {"engine": context.config.inference.restarts, "trainer": context.config.trainer.restarts}
-    context.supervisor.add(name, argv, environment, restarts.get(kind, 3))
-    get_run_logger().info("started %s; log: %s", name, context.supervisor.services[name].log)
+    if context.pools is not None:
+        await context.pools.start(kind, name, pin_version)
+    else:
+        argv, environment = service_command(context.store, kind, name, pin_version)
+        restarts = {"engine": context.config.inference.restarts, "trainer": context.config.trainer.restarts}
+        context.supervisor.add(name, argv, environment, restarts.get(kind, 3))
+    get_run_logger().info("started %s; log: %s", name, context.services.services[name].log)
 
 
 async def ready(context: RunContext, kind: str, started_at: float) -> Registration:
-    """Wait until a service has registered itself as ready since `started_at`."""
+    """Wait until a service has registered itself as ready; on this machine, since `started_at`.
+
+    Time in which it waits for its pool does not count. Raises RunFailed if it was started with another key.
+    """
     settings = context.config.trainer if kind == "trainer" else context.config.inference
     deadline = time.monotonic() + settings.start_deadline_s
     while time.monotonic() < deadline:
         found = await asyncio.to_thread(registered, context.store, kind)
-        if found is not None and found.status == "ready" and found.started_at >= started_at - 1:
+        if found is not None and found.status == "ready" and _is_new(context, found, started_at):
+            check_key(context, found)
             return found
         raise_if_given_up(context)
+        if waiting(context):
+            deadline = time.monotonic() + settings.start_deadline_s
         await asyncio.sleep(0.2)
-    log = context.supervisor.services[kind].log
+    log = context.services.services[kind].log
     raise DeadlineExceeded(f"service {kind} to be ready", settings.start_deadline_s, str(log))
+
+
+async def admitted(context: RunContext, name: str) -> None:
+    """Wait until a service on an accelerator pool has its place, so that runs take all pools in the same order."""
+    while context.pools is not None:
+        found = await asyncio.to_thread(registered, context.store, name)
+        if (
+            found is not None
+            and found.heartbeat_at > context.pools.services[name].started_at - 1
+            and not waiting(context)
+        ):
+            return
+        raise_if_given_up(context)
+        await asyncio.sleep(0.2)
+
+
+def waiting(context: RunContext) -> str:
+    """What services wait for before they start; empty if none does."""
+    if context.pools is None:
+        return ""
+    return "; ".join(f"{s.name} {s.waiting}" for s in context.pools.services.values() if s.waiting)
+
+
+def check_key(context: RunContext, found: Registration) -> None:
+    """Raise RunFailed if a service was started with another key than this process has."""
+    if found.key and found.key != fingerprint(run_key(context.store)):
+        raise RunFailed(
+            f"{found.name} on pool {found.pool} was started with another {SECRET} than the run's controller: they"
+            " would refuse each other; give all pools the same (Prefect Secret block rollart-key), then retry",
+            look_at=f"{context.run}/{layout.service(found.name)}",
+        )
+
+
+def _is_new(context: RunContext, found: Registration, started_at: float) -> bool:
+    """Whether a registration is of this start: on pools, services may have been alive before it."""
+    if context.pools is None:
+        return found.started_at >= started_at - 1
+    return time.time() - found.heartbeat_at < 3 * HEARTBEAT_S
 
 
 async def watch_services(context: RunContext) -> None:
@@ -129,6 +171,11 @@ async def watch_services(context: RunContext) -> None:
                 _note_change(context, seen[name], registration)
         seen = found
         await asyncio.to_thread(_repair_weights, context, found)
+        if context.pools is not None:
+            await context.pools.look()
+            context.progress.services |= {
+                s.name: s.waiting for s in context.pools.services.values() if s.waiting
+            }
         raise_if_given_up(context)
         await asyncio.sleep(max(context.store.poll_s, 0.1))
 
@@ -145,7 +192,7 @@ async def tell_problems(context: RunContext) -> None:
 def _look_at_services(context: RunContext) -> dict[str, Registration]:
     """The registrations, also for the view. Raises RunFailed if an engine refuses the version it should serve."""
     registrations, shown = {}, {}
-    for name in list(context.supervisor.services):
+    for name in list(context.services.services):
         found = registered(context.store, name)
         if found is None:
             continue
@@ -191,14 +238,29 @@ def _repair_weights(context: RunContext, found: dict[str, Registration]) -> None
 
 def raise_if_given_up(context: RunContext) -> None:
     """Fail the run with a service's own reason once it may not be restarted any more."""
-    service = context.supervisor.failed()
+    service = context.services.failed()
     if service is None:
         return
+    if isinstance(service, PoolService):
+        raise RunFailed(_why_ended(context, service), look_at=service.log)
     found = registered(context.store, service.name)
     reason = found.detail if found is not None and found.status == "failed" else "it died"
     raise RunFailed(
         f"service {service.name} gave up after {service.deaths} deaths: {reason}\n{tail(service.log, 15)}",
         look_at=str(service.log),
+    )
+
+
+def _why_ended(context: RunContext, service: PoolService) -> str:
+    """A pool's service gave up: how its flow run ended, the end of its log, and what to do."""
+    try:
+        log = context.store.read(layout.service_log(service.name)).decode(errors="replace")
+    except OSError:
+        log = "(none: it was killed, or its machine is gone)"
+    lines = "\n".join(log.splitlines()[-15:])
+    return (
+        f"service {service.name} on pool {service.pool.name} gave up after {service.deaths} ends; the last: {service.reason}\n"
+        f"the end of its log:\n{lines}\nwhat to do: mend the cause, then Retry this run; it goes on at the failed stage"
     )
 
 

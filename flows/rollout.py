@@ -157,7 +157,7 @@ class _Wave:
     async def _take(self, result: Trajectory | EpisodeFailure) -> None:
         """Score a result and put it to its group; the group is finished by enough trajectories."""
         if isinstance(result, Trajectory):
-            result = await asyncio.to_thread(scored, result, self.context.config.task(result.task))
+            result = await asyncio.to_thread(self._scored, result)
         key = (result.wave, result.group)
         members = self.results.get(key)
         if members is None:  # cancelled meanwhile, or enough others were faster
@@ -169,6 +169,11 @@ class _Wave:
             del self.results[key]
             await self.episodes.cancel(self._specs(key))  # the slowest, if there are spare ones
             await self._finish(key, members)
+
+    def _scored(self, trajectory: Trajectory) -> Trajectory:
+        if self.context.rewards is not None:
+            return self.context.rewards.scored(trajectory)
+        return scored(trajectory, self.context.config.task(trajectory.task))
 
     async def _finish(self, key: GroupKey, results: list[Trajectory | EpisodeFailure]) -> None:
         groups = self.context.groups

@@ -15,11 +15,13 @@ from typing import Any, Literal
 from prefect import get_client, tags
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import State, StateType
+from prefect.exceptions import Pause
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Crashed
 from prefect.utilities.urls import url_for
 
-from flows import reporting
+from flows import attempts, reporting
+from flows.attempts import Ending
 from flows.context import RunContext, open_context
 from flows.progress import Progress
 from flows.provision import on_death, tell_problems, watch_services
@@ -27,9 +29,10 @@ from flows.server import watch_server
 from tasks.services import Supervisor, work_folder
 from tasks.store import Store
 
-_MLFLOW_STATUS: dict[str, Literal["FINISHED", "KILLED", "FAILED"]] = {
+_MLFLOW_STATUS: dict[Ending, Literal["FINISHED", "KILLED", "FAILED"]] = {
     "finished": "FINISHED",
     "stopped": "KILLED",
+    "paused": "KILLED",
     "failed": "FAILED",
 }
 
@@ -56,14 +59,18 @@ async def in_session(run: str, endpoint_url: str | None, work: Work, *, training
         progress.prefect_url = page
     problems: list[str] = []  # to be logged by the flow
     supervisor = Supervisor(work_folder(store), on_death(problems, progress.say))
+    attempts.renew()
     async with open_context(store, progress, supervisor) as context:
         context.problems = problems
-        with tags(f"run:{context.name}"), _heard(context):
+        if context.pools is not None:
+            await asyncio.to_thread(context.pools.open, training)
+        with tags(f"run:{context.name}"), _heard(context), attempts.ended_by_signal():
             return await _guarded(context, work, training)
 
 
 async def _guarded(context: RunContext, work: Work, training: bool) -> Any:
-    status, reason = "failed", ""
+    status: Ending = "failed"
+    reason = ""
     try:
         if training:
             await _end_dead_start(context)
@@ -72,22 +79,27 @@ async def _guarded(context: RunContext, work: Work, training: bool) -> Any:
         status = "finished"
         return result
     except asyncio.CancelledError:
-        status, reason = "stopped", "stopped on request"
         if (this := asyncio.current_task()) is not None:
             this.uncancel()
-        return Cancelled(message=f"Stopped on request. Continue with: rollart resume {context.name}")
+        status, reason = await attempts.why_stopped()
+    except Pause:
+        status, reason = "paused", "paused"
+        raise
     except Exception as error:
         reason = str(error)
         raise
     finally:
         await asyncio.shield(_close(context, status, reason, training))
+    if status == "paused":
+        raise await attempts.reschedule(reason)
+    return Cancelled(message=f"Stopped on request. Continue with: rollart resume {context.name}")
 
 
-async def _close(context: RunContext, status: str, reason: str, training: bool) -> None:
+async def _close(context: RunContext, status: Ending, reason: str, training: bool) -> None:
     if context.dask is not None:
         await context.dask.close(timeout=2)
-    stopping = asyncio.to_thread(context.supervisor.stop)
-    await asyncio.gather(stopping, *([_end_stopped(context)] if status == "stopped" else []))
+    stopping = context.pools.stop(status) if context.pools else asyncio.to_thread(context.supervisor.stop)
+    await asyncio.gather(stopping, *([_end_stopped(context)] if status in ("stopped", "paused") else []))
     if not training:
         return
     if status == "finished":
@@ -131,10 +143,11 @@ def _in_states(*states: StateType) -> filters.FlowRunFilterState:
 
 
 async def _set_states(which: filters.FlowRunFilter, state: State) -> None:
-    """Set the state of the flow runs that `which` finds, this one excepted."""
+    """Set the state of the flow runs that `which` finds, except this one and services, which may be alive."""
     async with get_client() as client:
         for found in await client.read_flow_runs(flow_run_filter=which):
-            if str(found.id) != flow_run.id:
+            hosts_service = any(tag.startswith("service:") for tag in found.tags)
+            if str(found.id) != flow_run.id and not hosts_service:
                 await client.set_flow_run_state(found.id, state, force=True)
 
 
@@ -173,6 +186,7 @@ async def _beside_watch(context: RunContext, work: Work) -> Any:
                 group.create_task(watch_services(context)),
                 group.create_task(tell_problems(context)),
                 group.create_task(watch_server(lambda text: _say(context, text))),
+                group.create_task(attempts.watch_pause()),
             ]
             result = await work(context)
             for watch in watches:

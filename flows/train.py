@@ -9,32 +9,65 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.runtime import flow_run
 
-from flows.context import RunContext, named
+from flows.context import RunContext
 from flows.evaluate import evaluate
 from flows.iteration import iteration, publish
+from flows.new_run import open_run, stem_of
+from flows.pools import on_its_pool
 from flows.provision import provision
 from flows.rollout import rollout
 from flows.session import in_session
-from flows.warm_start import initial_policy
+from flows.warm_start import initial_policy, needs_warm_start
 from tasks.config import RolloutConfig
+from tasks.errors import UserError
 from tasks.rollout.ledger import GroupKey, Ledger
 from tasks.store import Store, layout
 from tasks.trajectory import decode
 
 
-@flow(name="train", flow_run_name=named("train"), persist_result=False)
-async def train(run: str, endpoint_url: str | None = None) -> Any:
-    """Train the run whose resolved configuration is at `<run>/config.toml`, from wherever it stands."""
-    return await in_session(run, endpoint_url, _train)
+def _run_of(parameters: dict[str, Any], flow_run_id: str) -> str:
+    """The run that the parameters mean: without one, its name comes from the flow run, which a retry keeps."""
+    return parameters["run"] or f"{stem_of(Path(parameters['config'] or 'run'))}-{flow_run_id[:8]}"
+
+
+def _flow_run_name() -> str:
+    run = _run_of(flow_run.parameters, str(flow_run.id))
+    return f"train-{run.rstrip('/').rsplit('/', 1)[-1]}"
+
+
+@flow(name="train", flow_run_name=_flow_run_name, persist_result=False)
+async def train(
+    run: str | None = None,
+    config: str | None = None,
+    settings: list[str] | None = None,
+    endpoint_url: str | None = None,
+) -> Any:
+    """Train a run, from wherever it stands.
+
+    Args:
+        run: The URI of a prepared run; or, with `config`, a name: a new run is made, one that exists goes on.
+        config: A shipped configuration (frozenlake, two-tasks, smoke) or the path of a TOML file.
+        settings: With `config`: settings of a new run as KEY=VALUE. It is placed on the pools unless they say otherwise.
+        endpoint_url: With a prepared run: the S3 endpoint of its store.
+    """
+    if run is None and config is None:
+        raise UserError("config", "is missing, and `run` too", "give one, for example config=frozenlake")
+    name = _run_of({"run": run, "config": config}, str(flow_run.id))
+    store = await asyncio.to_thread(open_run, name, config, settings or [], endpoint_url)
+    return await in_session(store.uri, store.endpoint_url, _train)
 
 
 async def _train(context: RunContext) -> dict[str, str]:
     context.progress.phase = "starting services"
     await provision(context.run)
+    if context.pools is not None and await asyncio.to_thread(needs_warm_start, context):
+        await on_its_pool("warm-start-run/warm-start", context)
     await initial_policy(context)
     first = await asyncio.to_thread(first_open_iteration, context)
     context.ledger = await asyncio.to_thread(restore_ledger, context)

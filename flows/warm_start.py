@@ -149,11 +149,15 @@ async def initial_policy(context: RunContext) -> None:
             context.config.trainer.start_deadline_s,
             "the trainer's log",
         )
-    elif await asyncio.to_thread(context.store.manifest, layout.weights(0)) is None:
-        if await asyncio.to_thread(from_cache, context):
-            context.progress.say("warm start: an earlier result with the same settings is reused")
-        else:
-            await warm_start(context.run)
+    elif await asyncio.to_thread(needs_warm_start, context):
+        await warm_start(context.run)
+
+
+def needs_warm_start(context: RunContext) -> bool:
+    """Whether version 0 is still to be trained."""
+    if not context.config.warm_start.enabled or context.store.manifest(layout.weights(0)) is not None:
+        return False
+    return not from_cache(context)
 
 
 def from_cache(context: RunContext) -> bool:
@@ -163,6 +167,7 @@ def from_cache(context: RunContext) -> bool:
     if policy is None or root.manifest(cached := f"{CACHE}/{cache_key(context.config, policy)}") is None:
         return False
     root.copy(cached, f"{name}/{layout.weights(0)}", version=0)
+    context.progress.say("warm start: an earlier result with the same settings is reused")
     return True
 
 

@@ -215,6 +215,9 @@ class RunConfig(Section):
         "local",
         description="where services run: child processes of the run, or flows on the pools' work pools",
     )
+    work_queue: str = Field(
+        "default", description="on pools: the work queue, on each of them, of the run's services"
+    )
     services_grace_s: float = Field(
         300.0, ge=10, description="on pools: how long services outlive a run that is paused, failed or gone"
     )

@@ -27,7 +27,7 @@ from tasks.store import Store, layout
 HEARTBEAT_S = 2.0
 GAVE_UP = 3  # exit code of a service that has tried again itself, as often as it may: it is not restarted
 PARENT = "ROLLART_PARENT"  # "<pid>:<create time>" of the process whose end ends this one
-Status = Literal["starting", "ready", "failed", "stopped"]
+Status = Literal["starting", "ready", "failed", "stopped", "finished", "paused"]
 
 
 def home() -> Path:
@@ -50,13 +50,14 @@ class Registration:
     """The content of `services/<name>.json`."""
 
     name: str
-    kind: Literal["engine", "trainer", "environments"]
+    kind: Literal["engine", "trainer", "environments", "reward", "controller"]
     pool: str
     status: Status = "starting"
     address: str | None = None
     version: int | None = None  # the policy version it serves (engine) or holds (trainer)
     detail: str = ""  # one line for a person: what it is doing, or why it failed
     log: str = ""  # path of its log on its host
+    key: str = ""  # fingerprint of the run's key it was started with
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     started_at: float = field(default_factory=time.time)
@@ -141,8 +142,13 @@ class Supervisor:
     called from that thread for each unexpected death.
     """
 
-    def __init__(self, folder: Path, on_death: Callable[[str, int, str, bool], None] | None = None):
-        self.folder, self.on_death = folder, on_death
+    def __init__(
+        self,
+        folder: Path,
+        on_death: Callable[[str, int, str, bool], None] | None = None,
+        record: str = "processes.json",
+    ):
+        self.folder, self.on_death, self.record = folder, on_death, record
         self.services: dict[str, Service] = {}
         self._lock = threading.RLock()
         self._stop = threading.Event()
@@ -218,7 +224,7 @@ class Supervisor:
         ids = [
             identify(s.process.pid) for s in self.services.values() if s.process and s.process.poll() is None
         ]
-        path = self.folder / "processes.json"
+        path = self.folder / self.record
         part = path.with_suffix(".part")
         part.write_text(json.dumps({"parent": this_process(), "children": [i for i in ids if i]}))
         os.replace(part, path)
@@ -322,8 +328,24 @@ def end_with_parent(then: Callable[[], None] | None = None) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def free_port() -> int:
-    """A TCP port on loopback that is free now."""
+def listen_host() -> str:
+    """The address services listen on and register: loopback, unless ROLLART_HOST names this machine's in its pool."""
+    return os.environ.get("ROLLART_HOST", "127.0.0.1")
+
+
+def is_free(port: int) -> bool:
+    """Whether a server can listen on the port now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((listen_host(), port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind((listen_host(), 0))
         return probe.getsockname()[1]

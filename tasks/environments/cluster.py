@@ -2,15 +2,14 @@
 
     python -m tasks.environments.cluster --store URI [--endpoint-url URL]
 
-Dask runs what its clients send it, so the cluster listens on loopback alone and demands a TLS certificate
-made for this run; the certificate and key are handed over in a file that only this user can read. A service that
-is started again after a death takes the same certificate and port, so that its clients find it again.
+Dask runs what its clients send it, so the cluster listens on loopback, unless told otherwise, and demands a TLS
+certificate made for this run; certificate and keys are handed over in the store, sealed with the run's key. A service
+that is started again after a death takes the same certificate and port, so that its clients find it again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -24,16 +23,20 @@ import dask
 import psutil
 from distributed import Client, LocalCluster, Security
 from distributed.core import Status
+from distributed.diagnostics.plugin import SchedulerPlugin
 
 from hardware.pools import pool_for
 from tasks.config import RunConfig, parse_config
+from tasks.errors import UserError
+from tasks.keys import fingerprint, run_key, seal, unseal
 from tasks.services import (
-    PARENT,
     Registrar,
     Registration,
     end_processes,
     end_with_parent,
     free_port,
+    is_free,
+    listen_host,
     registered,
     work_folder,
 )
@@ -44,6 +47,7 @@ SLOT = "env"  # the Dask resource; a worker has as many as it holds environments
 MAX_WORKER_DEATHS = 3  # under one episode, after which it counts as failed
 CLOSE_S = 4.0
 WATCH_S = 1.0
+WAVES_SHOWN = 8
 CONNECT_S = 120.0  # longest time without a scheduler: a new one is up after 5 s on a quiet machine
 
 _DASK_SETTINGS = {
@@ -67,7 +71,7 @@ def connect(store: Store, *, asynchronous: bool = False) -> Client:
     registration = registered(store, NAME)
     if registration is None or registration.status != "ready" or registration.address is None:
         raise ConnectionError(f"no environments cluster is ready; look at {store.uri}/{layout.service(NAME)}")
-    security, _ = _read_access(Path(registration.facts["security"]))
+    security, _ = _read_access(store)
     return Client(registration.address, security=security, **options)
 
 
@@ -86,9 +90,12 @@ def main(argv: list[str] | None = None) -> None:
     folder = work_folder(store)
     pool = pool_for("rollout", config.pools).name
     log = str(folder / "logs" / f"{NAME}.log")
-    registrar = Registrar(store, Registration(NAME, NAME, pool, log=log, detail="starting workers"))
+    registrar = Registrar(
+        store,
+        Registration(NAME, NAME, pool, log=log, key=fingerprint(run_key(store)), detail="starting workers"),
+    )
     try:
-        _serve(config, folder, registrar, stop)
+        _serve(config, folder, store, registrar, stop)
     except Exception as error:
         registrar.close("failed", f"{type(error).__name__}: {error}")
         raise
@@ -97,16 +104,17 @@ def main(argv: list[str] | None = None) -> None:
     os._exit(0)  # Dask's own threads may take their time
 
 
-def _serve(config: RunConfig, folder: Path, registrar: Registrar, stop: threading.Event) -> None:
-    path = folder / "dask-tls.json"
-    security, port = _access(path)
+def _serve(
+    config: RunConfig, folder: Path, store: Store, registrar: Registrar, stop: threading.Event
+) -> None:
+    security, port = _access(store)
     environments = config.environments
     with dask.config.set({**_DASK_SETTINGS, "temporary-directory": str(folder)}):
         cluster = LocalCluster(
             n_workers=environments.workers,
             threads_per_worker=environments.slots,
             processes=True,
-            host="127.0.0.1",
+            host=listen_host(),
             scheduler_port=port,
             protocol="tls://",
             security=security,
@@ -119,8 +127,11 @@ def _serve(config: RunConfig, folder: Path, registrar: Registrar, stop: threadin
             status="ready",
             address=cluster.scheduler_address,
             detail=f"{environments.workers} workers with {environments.slots} environments each",
-            facts={"workers": environments.workers, "slots": environments.slots, "security": str(path)},
+            facts={"workers": environments.workers, "slots": environments.slots},
         )
+        waves = _Waves()
+        cluster.sync(_add_plugin, cluster, waves)
+        registrar.measure = lambda: {"waves": waves.newest()}
         workers = _processes(cluster)
         while not stop.wait(WATCH_S):
             try:
@@ -134,7 +145,6 @@ def _serve(config: RunConfig, folder: Path, registrar: Registrar, stop: threadin
                 detail = f"worker {', '.join(replaced)} ended and was started again; its episodes run again"
                 print(detail, file=sys.stderr, flush=True)
                 registrar.update(detail=detail)
-        path.unlink(missing_ok=True)
         _close(cluster)
 
 
@@ -176,26 +186,46 @@ _SECURITY_FIELDS = (
 )  # fmt: skip
 
 
-def _access(path: Path) -> tuple[Security, int]:
-    """Certificate, keys and port: what an earlier start of this service under the same parent left, or new ones."""
-    parent = os.environ.get(PARENT)
+def _access(store: Store) -> tuple[Security, int]:
+    """Certificate, keys and port: what an earlier start of this service left, or new ones."""
     try:
-        if parent is not None and json.loads(path.read_text())["parent"] == parent:
-            return _read_access(path)
-    except (FileNotFoundError, json.JSONDecodeError, KeyError):
-        pass
-    security, port = Security.temporary(), free_port()
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # for this user alone
-    with os.fdopen(descriptor, "w") as file:
-        keys = {name: getattr(security, name) for name in _SECURITY_FIELDS}
-        json.dump({"parent": parent, "port": port, "keys": keys}, file)
+        security, port = _read_access(store)
+        if is_free(port):
+            return security, port
+    except FileNotFoundError:
+        security = Security.temporary()
+    except UserError:  # left under another key
+        security = Security.temporary()
+    port = free_port()
+    keys = {name: getattr(security, name) for name in _SECURITY_FIELDS}
+    store.write(layout.access(NAME), seal(run_key(store), {"port": port, "keys": keys}))
     return security, port
 
 
-def _read_access(path: Path) -> tuple[Security, int]:
-    access = json.loads(path.read_text())
+def _read_access(store: Store) -> tuple[Security, int]:
+    access = unseal(run_key(store), store.read(layout.access(NAME)))
     return Security(require_encryption=True, **access["keys"]), access["port"]
+
+
+class _Waves(SchedulerPlugin):
+    """Counts, by wave, the episodes that were started on the cluster and those of them that have ended."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, list[int]] = {}
+
+    def transition(self, key: Any, start: str, finish: str, *_args: Any, **_kwargs: Any) -> None:
+        if "processing" in (start, finish) and str(key).startswith("episode-"):
+            count = self._counts.setdefault(int(str(key).split("_")[1]), [0, 0])
+            count[start == "processing"] += 1
+
+    def newest(self) -> dict[str, list[int]]:
+        """wave -> [started, ended] of the newest waves."""
+        return {str(wave): list(self._counts[wave]) for wave in sorted(self._counts.copy())[-WAVES_SHOWN:]}
+
+
+async def _add_plugin(cluster: LocalCluster, plugin: SchedulerPlugin) -> None:
+    assert cluster.scheduler is not None
+    cluster.scheduler.add_plugin(plugin, name="waves")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ server too.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
 import sys
@@ -27,9 +26,9 @@ from typing import Any, NoReturn
 from hardware.pools import pool_for
 from tasks.config import RunConfig, parse_config
 from tasks.errors import DeadlineExceeded, UserError
-from tasks.inference.engine import Engine, EngineDied, choose_port, is_free, parity
-from tasks.inference.server import API_KEY
-from tasks.services import GAVE_UP, Registrar, Registration, end_with_parent, work_folder
+from tasks.inference.engine import Engine, EngineDied, choose_port, parity
+from tasks.keys import fingerprint, run_key
+from tasks.services import GAVE_UP, Registrar, Registration, end_with_parent, is_free, work_folder
 from tasks.store import CorruptObject, Store, layout
 
 LOADS_KEPT = 50
@@ -78,7 +77,14 @@ class Agent:
         shutil.rmtree(self.folder, ignore_errors=True)
         log = work_folder(store) / "logs" / f"{name}-vllm.log"
         self.registrar = Registrar(
-            store, Registration(name, "engine", pool_for("engine", self.config.pools).name, log=str(log))
+            store,
+            Registration(
+                name,
+                "engine",
+                pool_for("engine", self.config.pools).name,
+                log=str(log),
+                key=fingerprint(api_key),
+            ),
         )
         self.loads: list[dict[str, Any]] = []
         self.serving: LocalVersion | None = None
@@ -286,11 +292,8 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     end_with_parent()
-    if not (api_key := os.environ.get(API_KEY)):
-        sys.exit(
-            f"error: {API_KEY} is not set\n  fix: the controller generates it; by hand, export any secret"
-        )
-    agent = Agent(Store(options.store, options.endpoint_url), options.name, api_key, options.pin_version)
+    store = Store(options.store, options.endpoint_url)
+    agent = Agent(store, options.name, run_key(store), options.pin_version)
     try:
         agent.run()
     except SystemExit as end:

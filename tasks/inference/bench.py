@@ -27,7 +27,7 @@ from typing import Any
 from tasks.config import RunConfig, parse_config
 from tasks.errors import DeadlineExceeded, RunFailed
 from tasks.inference.client import EngineClient
-from tasks.inference.server import API_KEY
+from tasks.keys import API_KEY
 from tasks.services import Registration, Supervisor, registered, tail
 from tasks.store import Store, layout
 from tasks.training.policy import PREFIX, publish_policy

@@ -1,6 +1,6 @@
 """One vLLM server as a child process: its arguments, life and control routes.
 
-Invariants: it listens on loopback only, with the API key of ROLLART_API_KEY on every route; it starts with
+Invariants: it listens on loopback (or on ROLLART_HOST), with the run's key on every route; it starts with
 dummy weights and serves nothing that matters before `load`; `stop` leaves no descendant.
 """
 
@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -26,9 +25,9 @@ import psutil
 from tasks.config import RunConfig
 from tasks.errors import DeadlineExceeded, UserError
 from tasks.inference import server
-from tasks.services import end_processes, free_port, tail
+from tasks.keys import API_KEY
+from tasks.services import end_processes, free_port, is_free, listen_host, tail
 
-HOST = "127.0.0.1"
 BLOCK_TOKENS = 32  # of the KV cache; the smallest the CPU kernels like, so that short episodes share prefixes
 CONTROL_DEADLINE_S = 600.0  # one control call: a load of a large model from a local disk
 BUSY_DEADLINE_S = 2.0
@@ -60,7 +59,7 @@ class Engine:
 
     def __init__(self, config: RunConfig, policy: Path, port: int, api_key: str, log: Path):
         self.config, self.policy, self.port, self.log = config, policy, port, log
-        self.address = f"http://{HOST}:{port}"
+        self.address = f"http://{listen_host()}:{port}"
         self._api_key = api_key
         self._process: subprocess.Popen[bytes] | None = None
         self._http = httpx.Client(
@@ -80,7 +79,7 @@ class Engine:
                     "tasks.inference.server",
                     *arguments(self.config, self.policy, self.port),
                 ],
-                env={**os.environ, **environment(self.config), server.API_KEY: self._api_key},
+                env={**os.environ, **environment(self.config), API_KEY: self._api_key},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -230,24 +229,13 @@ def choose_port(config: RunConfig, index: int) -> int:
     return port
 
 
-def is_free(port: int) -> bool:
-    """Whether a server can listen on the port now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
-
-
 def arguments(config: RunConfig, policy: Path, port: int) -> list[str]:
     """vLLM's command-line arguments."""
     inference = config.inference
     fixed = [
         f"--model={policy}",
         "--served-model-name=policy",
-        f"--host={HOST}",
+        f"--host={listen_host()}",
         f"--port={port}",
         f"--middleware={server.__name__}.{server.CountRequests.__name__}",
         f"--middleware={server.__name__}.{server.RequireKey.__name__}",  # the last one is the outermost

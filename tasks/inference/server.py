@@ -18,7 +18,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-API_KEY = "ROLLART_API_KEY"
+from tasks.keys import API_KEY
+
 FORK = "ROLLART_ENGINE_FORK"
 GENERATE, BUSY = "/inference/v1/generate", "/busy"
 PR_SET_PDEATHSIG = 1

@@ -14,7 +14,6 @@ import asyncio
 import heapq
 import importlib
 import math
-import os
 import secrets
 import threading
 import time
@@ -33,6 +32,7 @@ from tasks.environments import Split
 from tasks.environments.cluster import SLOT
 from tasks.environments.deadline import abandoned_calls
 from tasks.errors import UserError
+from tasks.keys import run_key
 from tasks.rollout.chat import ChatRenderer
 from tasks.rollout.episode import EpisodeCancelled, Generate, Generated, run_episode
 from tasks.rollout.lockstep import turn_barrier
@@ -90,11 +90,9 @@ class _Engines:
             if self._client is None or time.monotonic() - self._looked_at > ADDRESSES_VALID_S:
                 addresses = self._registered()
                 if addresses and addresses != self._addresses:  # the old client closes with its last request
-                    key, deadline_s = (
-                        os.environ.get("ROLLART_API_KEY", ""),
-                        self._config.inference.request_deadline_s,
-                    )
-                    self._client, self._addresses = EngineClient(addresses, key, deadline_s), addresses
+                    deadline_s = self._config.inference.request_deadline_s
+                    self._client = EngineClient(addresses, run_key(self._store), deadline_s)
+                    self._addresses = addresses
                 self._looked_at = time.monotonic()
             if self._client is None:
                 raise ConnectionError(
@@ -268,7 +266,7 @@ class EpisodePool:
                 run_on_worker,
                 [spec for _, spec in episodes],
                 job=self._job,
-                key=[f"episode-{self._name}-{number}" for number, _ in episodes],
+                key=[f"episode-{self._name}-{number}_{spec.wave}" for number, spec in episodes],
                 pure=False,
                 resources={SLOT: 1},
                 priority=priority,

@@ -40,6 +40,16 @@ def evaluation(version: int) -> str:
     return f"evaluations/{version}.json"
 
 
+def service_log(name: str) -> str:
+    """The end of a service's log, written when it dies on another machine than its run's controller."""
+    return f"services/{name}.log"
+
+
+def access(name: str) -> str:
+    """What a client needs to reach a service, sealed with the run's key."""
+    return f"services/{name}.sealed"
+
+
 def service(name: str) -> str:
     """A service's registration and heartbeat; with metrics of waits the only object that is rewritten."""
     return f"services/{name}.json"

@@ -23,6 +23,7 @@ from typing import Any
 
 from hardware.pools import pool_for
 from tasks.config import RunConfig, parse_config
+from tasks.keys import fingerprint, run_key
 from tasks.services import Registrar, Registration, end_with_parent, work_folder
 from tasks.store import CorruptObject, Store, layout
 from tasks.trajectory import decode
@@ -345,7 +346,8 @@ def main(argv: list[str] | None = None) -> int:
     if os.environ["RANK"] == "0":
         pool = pool_for("train", config.pools).name
         log = str(work_folder(store) / "logs" / "trainer.log")
-        registrar = Registrar(store, Registration(name="trainer", kind="trainer", pool=pool, log=log))
+        registration = Registration("trainer", "trainer", pool, log=log, key=fingerprint(run_key(store)))
+        registrar = Registrar(store, registration)
     worker = Worker(store, config, registrar, stop)
     try:
         with tempfile.TemporaryDirectory(prefix="rollart-trainer-") as folder:

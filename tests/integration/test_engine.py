@@ -19,7 +19,7 @@ import torch
 
 from tasks.config import parse_config
 from tasks.inference.client import EngineClient, Generation, served_version
-from tasks.inference.server import API_KEY
+from tasks.keys import API_KEY
 from tasks.services import PARENT, Registration, identify, registered
 from tasks.store import Store, layout
 from tests.integration.tiny_model import VOCAB, probe_of, put_policy, put_weights, tiny_model

@@ -20,7 +20,7 @@ from tasks.errors import DeadlineExceeded
 from tasks.inference import agent as module
 from tasks.inference.agent import Agent
 from tasks.inference.engine import LoadTimes
-from tasks.inference.server import API_KEY
+from tasks.keys import API_KEY
 from tasks.services import GAVE_UP, Registration, registered
 from tasks.store import Store, layout
 

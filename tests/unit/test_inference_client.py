@@ -22,7 +22,8 @@ from tasks.errors import DeadlineExceeded, UserError
 from tasks.inference.agent import BusyCount
 from tasks.inference.client import EngineClient, served_version
 from tasks.inference.engine import choose_port
-from tasks.inference.server import API_KEY, BUSY, GENERATE, CountRequests, RequireKey
+from tasks.inference.server import BUSY, GENERATE, CountRequests, RequireKey
+from tasks.keys import API_KEY
 from tasks.services import Registration
 from tasks.store import Store, layout
 

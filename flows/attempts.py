@@ -1,0 +1,104 @@
+"""One flow run may be started several times: a retry, a resume after a pause, capacity that comes back.
+
+Each start is an attempt of the same flow run. Prefect would take the subflows of an earlier attempt for those of this
+one (its first iteration for the first iteration now), so every attempt counts its subflows anew; what is
+done already, the store says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from prefect import get_client
+from prefect.client.schemas.objects import State, StateType
+from prefect.context import FlowRunContext
+from prefect.exceptions import Pause
+from prefect.states import AwaitingRetry
+
+WATCH_S = 2.0
+_STRIDE = 1_000_000  # more subflows than an attempt has
+
+Ending = Literal["finished", "stopped", "paused", "failed"]
+
+
+class _Keys(dict[str, int]):
+    """Prefect's counters of subflows and tasks, counting from `start`."""
+
+    def __init__(self, start: int):
+        super().__init__()
+        self.start = start
+
+    def __setitem__(self, key: str, value: int) -> None:
+        super().__setitem__(key, value if key in self else self.start + value)
+
+
+def renew() -> None:
+    """Give the subflows and tasks of this attempt identities of their own."""
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None and context.flow_run.run_count > 1:
+        context.__dict__["task_run_dynamic_keys"] = _Keys(context.flow_run.run_count * _STRIDE)
+
+
+@contextlib.contextmanager
+def ended_by_signal() -> Iterator[None]:
+    """Have a terminate signal end the work of this flow in order, where a worker started it."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    if task is None or not _deployed():
+        yield
+        return
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)  # it ends already
+
+
+async def watch_pause() -> None:
+    """Raise Pause once a person has paused this flow run; until cancelled."""
+    while _deployed():
+        await asyncio.sleep(WATCH_S)
+        state = await _own_state()
+        if state is not None and state.type == StateType.PAUSED:
+            raise Pause(state=state)
+    await asyncio.Event().wait()
+
+
+async def why_stopped() -> tuple[Ending, str]:
+    """Whether a person stopped the flow run, or its machine is taken away: then it goes on elsewhere."""
+    if not _deployed():
+        return "stopped", "stopped on request"
+    state = await _own_state()
+    if state is None or state.type in (StateType.CANCELLING, StateType.CANCELLED):
+        return "stopped", "cancelled"
+    return "paused", "its process was told to end: it goes on when there is a worker for it"
+
+
+async def reschedule(reason: str) -> Pause:
+    """Have a worker take this flow run up again; returns what ends this attempt."""
+    state: State[Any] = AwaitingRetry(message=reason)
+    async with get_client() as client:
+        await client.set_flow_run_state(_flow_run().id, state, force=True)
+    return Pause(reason, state=state)
+
+
+async def _own_state() -> State[Any] | None:
+    """The state of this flow run on the server; None while that is away."""
+    with contextlib.suppress(Exception):
+        async with get_client() as client, asyncio.timeout(5):
+            return (await client.read_flow_run(_flow_run().id)).state
+    return None
+
+
+def _flow_run() -> Any:
+    context = FlowRunContext.get()
+    assert context is not None and context.flow_run is not None
+    return context.flow_run
+
+
+def _deployed() -> bool:
+    context = FlowRunContext.get()
+    return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None

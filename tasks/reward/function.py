@@ -1,0 +1,130 @@
+"""The reward function of a run over HTTP: trajectories in, rewards out, nothing kept.
+
+    python -m tasks.reward.function --store URI [--endpoint-url URL]
+
+POST /score takes the Parquet bytes of `tasks.trajectory.encode` and answers `{"rewards": [...], "seconds": [...]}`; a
+trajectory that cannot be scored is answered with 422 and the reason. Every request but GET /health needs
+the run's key. As it keeps nothing, any number of copies may run, and a request may be sent again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import json
+import os
+import signal
+import threading
+import time
+import tomllib
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+
+from hardware.pools import pool_for
+from tasks.config import RunConfig, parse_config
+from tasks.keys import fingerprint, run_key
+from tasks.reward.score import score
+from tasks.services import Registrar, Registration, end_with_parent, free_port, listen_host, work_folder
+from tasks.store import Store, layout
+from tasks.trajectory import decode
+
+NAME: Literal["reward"] = "reward"
+LONGEST_BODY = 64 * 2**20  # bytes
+WAVES_SHOWN = 8
+
+
+class RewardServer(ThreadingHTTPServer):
+    """Scores under the tasks of one run's configuration."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], config: RunConfig, key: str):
+        super().__init__(address, _Handler)
+        self.config, self.expected = config, f"Bearer {key}"
+        self._scored: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def rewards(self, data: bytes) -> dict[str, Any]:
+        """The answer to /score. Raises ValueError with the reason if there is none."""
+        trajectories, _ = decode(data)
+        rewards, seconds = [], []
+        for trajectory in trajectories:
+            started = time.perf_counter()
+            rewards.append(score(trajectory, self.config.task(trajectory.task)))
+            seconds.append(time.perf_counter() - started)
+        with self._lock:
+            self._scored.update(trajectory.wave for trajectory in trajectories)
+        return {"rewards": rewards, "seconds": seconds}
+
+    def waves(self) -> dict[str, list[int]]:
+        """wave -> [started, ended] of the newest waves."""
+        with self._lock:
+            return {str(w): [self._scored[w]] * 2 for w in sorted(self._scored)[-WAVES_SHOWN:]}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: RewardServer
+    protocol_version = "HTTP/1.1"
+    timeout = 60  # seconds an idle connection stays open
+
+    def do_GET(self) -> None:
+        self._answer(200 if self.path == "/health" else 404, {})
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        given = self.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), self.server.expected.encode()):
+            self.close_connection = True  # its body stays unread
+            self._answer(401, {"error": "the run's key is needed; is ROLLART_KEY the same on every pool?"})
+        elif self.path != "/score" or length > LONGEST_BODY:
+            self.close_connection = True
+            self._answer(404 if self.path != "/score" else 413, {})
+        else:
+            data = self.rfile.read(length)
+            try:
+                self._answer(200, self.server.rewards(data))
+            except Exception as error:  # whatever a reward raises is its caller's to know
+                self._answer(422, {"error": f"{type(error).__name__}: {error}"})
+
+    def _answer(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """No line per request."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the service until a terminate signal, or the end of its parent."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.reward.function", description=__doc__)
+    parser.add_argument("--store", required=True, help="root URI of the run")
+    parser.add_argument("--endpoint-url", default=None, help="S3 endpoint")
+    arguments = parser.parse_args(argv)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    end_with_parent(then=stop.set)
+    store = Store(arguments.store, arguments.endpoint_url)
+    config = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
+    key, log = run_key(store), str(work_folder(store) / "logs" / f"{NAME}.log")
+    pool = pool_for("reward", config.pools).name
+    server = RewardServer((listen_host(), free_port()), config, key)
+    registrar = Registrar(store, Registration(NAME, NAME, pool, log=log, key=fingerprint(key)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    registrar.measure = lambda: {"waves": server.waves()}
+    host, port = server.server_address[:2]
+    rewards = ", ".join(sorted({task.reward for task in config.tasks}))
+    registrar.update(status="ready", address=f"http://{host!s}:{port}", detail=f"scores {rewards}")
+    stop.wait()
+    server.shutdown()
+    registrar.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
