@@ -63,6 +63,7 @@ async def bench_async(
         await initial_policy(context)
         await publish(run, await asyncio.to_thread(latest_version, context.store))
         turns: list[dict[str, Any]] = []
+        context.progress.iterations = repeats * len(SCHEDULES) * (FILL + iterations)
         for repeat in range(repeats):
             for schedule in in_turn(list(SCHEDULES), repeat):
                 context.progress.phase = f"repeat {repeat + 1} of {repeats}: {schedule}"
