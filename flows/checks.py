@@ -54,6 +54,9 @@ RESUMABLE = (
     "store.*",
     "tracking.*",
     "pools*",
+    "placement",
+    "work_queue",
+    "services_grace_s",
     "*deadline_s",
     "*.restarts",
     "evaluation.every",
@@ -105,6 +108,10 @@ def preflight(config: RunConfig, name: str, *, resume: bool, store: Store | None
     size = policy_size(config)
     check_prompt(config)
     check_scheduler(config)
+    if config.placement == "pools":
+        from flows.pools import check_pools
+
+        check_pools(config)
     root = store_of(config)
     check_disk(config, size, root)
     check_store(root)
@@ -587,7 +594,7 @@ def _places(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
             config.environments.scheduler
             or f"Dask, {config.environments.workers} worker(s) x {config.environments.slots} environments",
         ),
-        ("reward", "inline"),
+        ("reward", "inline" if config.placement == "local" else "HTTP function"),
         ("control", "Prefect flows, MLflow"),
     ]
     for stage, detail in rows:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+import httpx
 from prefect import get_client
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, State, StateType
@@ -21,6 +22,7 @@ from prefect.deployments import arun_deployment
 from prefect.states import Cancelling, Crashed
 
 from flows.serve import CONTROLLER
+from flows.server import configured_api
 from hardware.pools import Pool, pool_for
 from tasks.commands import STAGE
 from tasks.config import RunConfig
@@ -263,3 +265,32 @@ async def on_its_pool(deployment: str, context: RunContext) -> None:
         raise RunFailed(
             f"{deployment} ended as {run.state.name}: {run.state.message}", look_at=f"flow run {run.name}"
         )
+
+
+def check_pools(config: RunConfig) -> None:
+    """The Prefect server has what a run on pools needs. Raises UserError; returns within seconds."""
+    api = configured_api()
+    if api is None:
+        raise UserError(
+            "placement",
+            "is 'pools', but no Prefect server is configured",
+            "export PREFECT_API_URL=http://<server>:4200/api, or set placement = 'local'",
+        )
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        try:
+            for kind in STAGE:
+                client.read_deployment_by_name(f"serve-{kind}/serve-{kind}")
+            for stage in STAGE.values():
+                client.read_work_pool(pool_for(stage, config.pools).work_pool)
+        except ObjectNotFound as error:
+            raise UserError(
+                "placement",
+                f"is 'pools', but the server at {api} lacks them ({error})",
+                "run: rollart deploy",
+            ) from None
+        except httpx.HTTPError as error:
+            raise UserError(
+                "PREFECT_API_URL", f"{api} does not answer ({error})", "start it: prefect server start"
+            ) from None
