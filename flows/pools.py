@@ -16,10 +16,11 @@ from uuid import UUID
 
 import httpx
 from prefect import get_client
+from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas import filters
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import arun_deployment
-from prefect.states import Cancelling, Crashed
+from prefect.states import Cancelled, Cancelling, Crashed
 
 from flows.serve import CONTROLLER
 from flows.server import configured_api
@@ -27,6 +28,7 @@ from hardware.pools import Pool, pool_for
 from tasks.commands import STAGE
 from tasks.config import RunConfig
 from tasks.errors import RunFailed, UserError
+from tasks.keys import fingerprint, run_key
 from tasks.services import HEARTBEAT_S, Registrar, Registration, Status, registered
 from tasks.store import Store, layout
 
@@ -143,33 +145,32 @@ class PoolServices:
             ):
                 for run in left:  # one that no worker has taken up would start for nothing
                     if run.state is not None and run.state.type == StateType.SCHEDULED:
-                        await client.set_flow_run_state(run.id, Cancelling(), force=True)
+                        await client.set_flow_run_state(run.id, Cancelled(), force=True)
                 await asyncio.sleep(0.5)
 
     async def _find(self, service: PoolService) -> UUID | None:
-        """The flow run of this service that is alive, if any; a dead one is marked as crashed."""
+        """The flow run of this service that can be used; others are ended, a dead one is marked as crashed."""
         tagged = filters.FlowRunFilterTags(all_=[f"run:{self.name}", f"service:{service.name}"])
         async with get_client() as client:
             which = filters.FlowRunFilter(tags=tagged, state=_state(LIVE))
             for run in await client.read_flow_runs(flow_run_filter=which):
-                if run.parameters.get("run") != self.store.uri:
+                if run.parameters.get("run") != self.store.uri or run.state is None:
                     continue
-                if run.parameters != service.parameters:
-                    if self._registrar is None:
-                        return None
-                    await client.set_flow_run_state(run.id, Cancelling(), force=True)
-                elif (
-                    run.state is not None
-                    and run.state.type == StateType.RUNNING
-                    and not await self._heard(service)
-                ):
-                    dead: State[Any] = Crashed(
-                        message=f"{service.name} has not been heard of for {STALE_S:.0f} s."
-                    )
-                    await client.set_flow_run_state(run.id, dead, force=True)
-                else:
+                heard = run.state.type != StateType.RUNNING or await self._heard(service)
+                if heard and run.parameters == service.parameters and await self._same_key(service):
                     return run.id
+                if self._registrar is None:
+                    return None
+                if heard:
+                    await _end(client, run)
+                else:
+                    silent = f"{service.name} has not been heard of for {STALE_S:.0f} s."
+                    await client.set_flow_run_state(run.id, Crashed(message=silent), force=True)
         return None
+
+    async def _same_key(self, service: PoolService) -> bool:
+        found = await asyncio.to_thread(registered, self.store, service.name)
+        return found is None or not found.key or found.key == fingerprint(run_key(self.store))
 
     async def _heard(self, service: PoolService) -> bool:
         """Whether the service, or the flow that hosts it, has written its registration lately."""
@@ -232,6 +233,16 @@ class PoolServices:
         if any(worker.status == "ONLINE" for worker in workers):
             return f"waits for a place on pool {pool}: its limit is reached, or its worker is busy"
         return f"waits for pool {pool}, which has no worker online; start one: rollart worker {pool}"
+
+
+async def _end(client: PrefectClient, run: FlowRun) -> None:
+    """Cancel a flow run, and wait until its worker has ended it."""
+    started = run.state is not None and run.state.type == StateType.RUNNING
+    await client.set_flow_run_state(run.id, Cancelling() if started else Cancelled(), force=True)
+    deadline = time.monotonic() + END_S
+    while run.state is not None and not run.state.is_final() and time.monotonic() < deadline:
+        await asyncio.sleep(1.0)
+        run = await client.read_flow_run(run.id)
 
 
 def _state(types: tuple[StateType, ...]) -> filters.FlowRunFilterState:

@@ -123,6 +123,7 @@ async def admitted(context: RunContext, name: str) -> None:
             and found.heartbeat_at > context.pools.services[name].started_at - 1
             and not waiting(context)
         ):
+            check_key(context, found)
             return
         raise_if_given_up(context)
         await asyncio.sleep(0.2)

@@ -160,6 +160,9 @@ class Site:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         return self._http.post(path, json=body).raise_for_status().json()
 
+    def patch(self, path: str, body: dict[str, Any]) -> None:
+        self._http.patch(path, json=body).raise_for_status()
+
     def wait(self, true: Callable[[], Any], what: str, timeout: float = 600) -> Any:
         """Wait for a condition; returns what made it true."""
         until = time.monotonic() + timeout
