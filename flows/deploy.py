@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from flows import deploy_plan
-from flows.deploy_plan import SHARED, Found, Key, Made, Step
+from flows.accelerator_slot import limit_name
+from flows.deploy_plan import SHARED, Found, Key, Made, Step, is_marked
 from flows.deploy_server import Server, connected
 from hardware.pools import Pool
 from tasks.errors import UserError
@@ -35,7 +36,7 @@ def deploy(pools: str, teams: Iterable[str], notify: str | None, dry_run: bool, 
 
 
 def undeploy(pools: str | None, dry_run: bool, say: Say) -> None:
-    """Remove what deploy made, of the pools of one set or all of it. Raises UserError before anything is changed."""
+    """Remove what deploy made, of the pools of one set or all of it. Raises UserError for a wrong set or server."""
     only = None if pools is None else deploy_plan.read_pools(pools)
     with connected() as server:
         made = server.made()
@@ -48,7 +49,9 @@ def undeploy(pools: str | None, dry_run: bool, say: Say) -> None:
             return
         for step in steps:
             server.apply(step)
-        server.remember(made - {step.key for step in steps} if only is not None else set())
+        kept = {step.key for step in steps if step.action == "keep" and step.kind != "flow"}
+        rest = set() if only is None else made - {step.key for step in steps}
+        server.remember(rest | kept)
 
 
 def _becomes_ours(step: Step) -> bool:
@@ -75,14 +78,17 @@ def notification_block(server: Server, name: str) -> str:
 
 
 def removal(server: Server, made: Made, only: list[Pool] | None) -> list[Step]:
-    """The steps that remove what was made, the last made first. Raises UserError if others use a pool of it."""
+    """The steps that remove what was made, the last made first. What others use by now is kept."""
     standing: dict[Key, Found] = {key: found for key in made if (found := server.find(*key))}
     going = standing if only is None else _of_pools(standing, only)
-    for kind, name in going:
-        if kind == "work pool":
-            _check_no_others(server, name, {str(found["id"]) for found in going.values()})
-    ids = {str(found["id"]) for found in going.values()}
-    steps = [_removed(server, key, found, ids) for key, found in going.items()]
+    ids = {found["id"] for found in going.values()}
+    steps = []
+    for key, found in going.items():
+        users = _users(server, key, found, ids)
+        detail = (
+            f"used by {', '.join(users)}" if users else "with its queues" if key[0] == "work pool" else ""
+        )
+        steps.append(Step(*key, "keep" if users else "remove", detail, found=found))
     order = list(reversed(deploy_plan.KINDS))
     return sorted(steps, key=lambda step: (order.index(step.kind), step.name))
 
@@ -90,7 +96,7 @@ def removal(server: Server, made: Made, only: list[Pool] | None) -> list[Step]:
 def _of_pools(standing: dict[Key, Found], pools: list[Pool]) -> dict[Key, Found]:
     """What belongs to these pools; and what all share, if no other pool stands."""
     names = {pool.work_pool for pool in pools}
-    limits = {deploy_plan.limit_name(pool) for pool in pools}
+    limits = {limit_name(pool) for pool in pools}
     if {name for kind, name in standing if kind == "work pool"} <= names:
         return standing
     return {
@@ -102,32 +108,22 @@ def _of_pools(standing: dict[Key, Found], pools: list[Pool]) -> dict[Key, Found]
     }
 
 
-def _check_no_others(server: Server, pool: str, going: set[str]) -> None:
-    """Nothing of somebody else would go with the pool or lose it."""
-    queues = [
-        f"queue {pool}/{queue['name']}"
-        for queue in server.all(f"/work_pools/{pool}/queues/filter")
-        if queue["name"] != "default" and not deploy_plan.is_marked(queue)
-    ]
-    used = server.all("/deployments/filter", {"work_pools": {"name": {"any_": [pool]}}})
-    deployments = [f"deployment {found['name']}" for found in used if str(found["id"]) not in going]
-    if others := queues + deployments:
-        raise UserError(
-            f"work pool {pool}",
-            f"is used by what rollart deploy did not make: {', '.join(others)}; nothing was removed",
-            "move or delete that first, or leave this pool: rollart undeploy --pools FILE with the others",
-        )
-
-
-def _removed(server: Server, key: Key, found: Found, going: set[str]) -> Step:
-    """A flow with runs or with somebody's deployment is kept: its runs would be deleted with it."""
-    if key[0] == "flow":
-        of_flow = {"flows": {"id": {"any_": [found["id"]]}}}
-        if server.request("POST", "/flow_runs/count", {**of_flow, **RAN}):
-            return Step(*key, "keep", "it has runs", found=found)
-        if any(str(other["id"]) not in going for other in server.all("/deployments/filter", of_flow)):
-            return Step(*key, "keep", "it has other deployments", found=found)
-    return Step(*key, "remove", "with its queues" if key[0] == "work pool" else "", found=found)
+def _users(server: Server, key: Key, found: Found, going: set[str]) -> list[str]:
+    """What would go with an object and is not ours: queues and deployments of a pool, runs of a flow."""
+    kind, name = key
+    users: list[str] = []
+    if kind == "work pool":
+        queues = server.all(f"/work_pools/{name}/queues/filter")
+        users += [f"queue {q['name']}" for q in queues if q["name"] != "default" and not is_marked(q)]
+        chosen = {"work_pools": {"name": {"any_": [name]}}}
+    elif kind == "flow":
+        chosen = {"flows": {"id": {"any_": [found["id"]]}}}
+        runs = server.request("POST", "/flow_runs/count", {**chosen, **RAN})
+        users += [f"{runs} runs"] if runs else []
+    else:
+        return users
+    others = server.all("/deployments/filter", chosen)
+    return users + [f"deployment {other['name']}" for other in others if other["id"] not in going]
 
 
 # What is printed
@@ -151,7 +147,7 @@ def show_pools(server: Server, pools: list[Pool]) -> str:
     for pool in pools:
         name = pool.work_pool
         stands = server.find("work pool", name) or {}
-        limit = server.find("limit", deploy_plan.limit_name(pool)) or {}
+        limit = server.find("limit", limit_name(pool)) or {}
         queues = sorted(server.all(f"/work_pools/{name}/queues/filter"), key=lambda queue: queue["priority"])
         used = server.all("/deployments/filter", {"work_pools": {"name": {"any_": [name]}}})
         rows.append(

@@ -131,6 +131,8 @@ def wanted(pools: list[Pool], teams: dict[str, int], notify: str | None) -> list
 
 
 def _of_pool(pool: Pool, teams: dict[str, int]) -> Iterable[Thing]:
+    from flows.accelerator_slot import limit_name
+
     jobs = 4 * pool.slots + 4  # against run-aways only: what protects accelerators is the global limit
     yield Thing(
         "work pool",
@@ -155,11 +157,6 @@ def _of_pool(pool: Pool, teams: dict[str, int]) -> Iterable[Thing]:
 
 def _queue(pool: Pool, name: str, about: str, **body: Any) -> Thing:
     return Thing("queue", f"{pool.work_pool}/{name}", {"name": name, **body}, about)
-
-
-def limit_name(pool: Pool) -> str:
-    """The global concurrency limit that holds one slot for each service on a pool's accelerators."""
-    return f"rollart-{pool.name}"
 
 
 def job_template(pool: Pool) -> dict[str, Any]:
@@ -218,7 +215,9 @@ def _deployment(entry: dict[str, Any], stage: str, pool: Pool) -> Thing:
             "tags": [stage, *pool.prefect_tags],
             "work_pool_name": pool.work_pool,
             "pull_steps": _pull_steps(pool),
-            "parameter_openapi_schema": json.loads(json.dumps(parameter_schema(flow).model_dump())),
+            "parameter_openapi_schema": json.loads(
+                json.dumps(parameter_schema(flow).model_dump(exclude_unset=True))
+            ),
             "enforce_parameter_schema": True,
             "schedules": [_schedule(schedule) for schedule in entry.get("schedules", [])],
         },

@@ -35,9 +35,7 @@ def check(pool: Pool) -> Machine:
                 f"\n  A worker that only submits pods to the cluster needs no such machine: prefect worker start"
                 f" --pool {pool.work_pool}\n  (every pod is checked when it starts)"
             )
-        raise UserError(
-            "this machine", f"pool {pool.name} ({pool.hardware}) wants {'; '.join(lacks)}", fix
-        )
+        raise UserError("this machine", f"pool {pool.name} ({pool.hardware}) wants {'; '.join(lacks)}", fix)
     return machine
 
 
