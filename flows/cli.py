@@ -1,4 +1,4 @@
-"""The command line: `rollart train|warm-start|evaluate|play|resume|runs|bench|doctor`.
+"""The command line: `rollart train|warm-start|evaluate|play|resume|runs|deploy|undeploy|worker|bench|doctor`.
 
 Exit codes: 0 done, 1 the run failed (reason and where to look), 2 bad input (the setting and the fix),
 128 + n ended by signal n. Everything costly is imported inside the command that needs it, so `--help` is quick.
@@ -76,6 +76,14 @@ _JSON_FILE = click.option(
     "file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the figures to FILE as well.",
+)
+
+_POOLS = click.option(
+    "--pools",
+    default="local",
+    show_default=True,
+    metavar="SET",
+    help="Set of pools: local, production, or a TOML file like those in hardware/sets.",
 )
 
 
@@ -284,6 +292,76 @@ def doctor(as_json: bool) -> None:
     findings = doctors.diagnose()
     click.echo(json.dumps(doctors.as_json(findings), indent=1) if as_json else doctors.as_text(findings))
     sys.exit(0 if doctors.can_run(findings) else 1)
+
+
+@cli.command(cls=_Example)
+@_POOLS
+@click.option(
+    "--team",
+    "teams",
+    multiple=True,
+    metavar="NAME=LIMIT",
+    help="A queue for a team on every pool, and how many jobs it may run at once there; repeatable.",
+)
+@click.option(
+    "--notify", metavar="TYPE/NAME", help="Notification block that is told when a training run fails."
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan; change nothing.")
+def deploy(pools: str, teams: tuple[str, ...], notify: str | None, dry_run: bool) -> None:
+    """Create or update everything on the configured Prefect server: done twice, it changes nothing.
+
+    Work pools with job templates, limits and queues, one global limit a GPU pool, the deployments of
+    deployments/prefect.yaml, and automations. Schedules come switched off, and what a person switched on or
+    paused stays so. Nothing that somebody else made is touched.
+
+    Examples:
+      rollart deploy --dry-run
+      rollart deploy --pools production --team research=4 --team product=8
+      rollart deploy --notify slack-webhook/ops
+    """
+    from flows.deploy import deploy as deploy_all
+
+    deploy_all(pools, teams, notify, dry_run, click.echo)
+
+
+@cli.command(cls=_Example)
+@click.option("--pools", metavar="SET", help="Only of these pools. Default: all that rollart deploy made.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; remove nothing.")
+def undeploy(pools: str | None, dry_run: bool) -> None:
+    """Remove from the configured Prefect server what `rollart deploy` made, and nothing else.
+
+    Runs and their history stay, and so do the flows that have any.
+
+    Examples:
+      rollart undeploy --dry-run
+      rollart undeploy
+    """
+    from flows.deploy import undeploy as undeploy_all
+
+    undeploy_all(pools, dry_run, click.echo)
+
+
+@cli.command(cls=_Example)
+@click.argument("pool")
+@_POOLS
+@click.option("--name", help="Name of the worker in the UI. Default: made by Prefect.")
+@click.option("--check", "only_check", is_flag=True, help="Only check this machine; start nothing.")
+def worker(pool: str, pools: str, name: str | None, only_check: bool) -> None:
+    """Run a Prefect worker of POOL here, if this machine has what the pool's tag says.
+
+    GPUs (model, count, memory), main memory and cores are compared with the pool's entry in its set.
+
+    Examples:
+      rollart worker cpu-env
+      rollart worker gpu-compute --pools production --check
+      rollart worker gpu-bandwidth --pools my-pools.toml --name rack-7
+    """
+    from flows import worker as workers
+
+    chosen = workers.pool_named(pool, pools)
+    click.echo(f"this machine has what pool {chosen.name} wants: {workers.check(chosen)}")
+    if not only_check:
+        workers.start(chosen, name)
 
 
 @cli.group(context_settings=_SETTINGS)

@@ -17,7 +17,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import DeadlineExceeded
+from tasks.errors import DeadlineExceeded, UserError
 from tasks.services import Supervisor, end_with_parent, free_port
 
 START_DEADLINE_S = 300.0  # 6 s on a quiet machine
@@ -50,6 +50,24 @@ def configured_api() -> str | None:
         return None
     active = os.environ.get("PREFECT_PROFILE", profiles.get("active", ""))
     return profiles.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
+
+
+def answering_api() -> str:
+    """The configured Prefect API, which answers. Raises UserError without one, or if it does not answer in seconds."""
+    url = configured_api()
+    if not url:
+        raise UserError(
+            "PREFECT_API_URL",
+            "no Prefect server is configured, and this command needs one that stays",
+            "start one (prefect server start), then: prefect config set PREFECT_API_URL=http://HOST:4200/api",
+        )
+    if problem := _problem(url):
+        raise UserError(
+            "PREFECT_API_URL",
+            f"nothing answers at {url} ({problem})",
+            "start it (prefect server start), or correct the address",
+        )
+    return url
 
 
 def start_server(supervisor: Supervisor) -> str:
