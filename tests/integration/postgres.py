@@ -48,9 +48,9 @@ def postgres(folder: Path) -> Iterator[str]:
         binaries = package / "pginstall18/bin"
         _make(binaries, home, user)
         with log.open("w") as sink:
+            where = ["-D", str(home / "data"), "-h", "127.0.0.1", "-p", str(port)]
             server = subprocess.Popen(
-                [binaries / "postgres", "-D", home / "data", "-h", "127.0.0.1", "-p", str(port)]
-                + ["-c", "unix_socket_directories=", "-c", "fsync=off"],
+                [binaries / "postgres", *where, "-c", "unix_socket_directories=", "-c", "fsync=off"],
                 cwd=home, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, **user,
             )  # fmt: skip
         try:

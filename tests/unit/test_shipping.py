@@ -188,7 +188,10 @@ def secrets_in(value: Any) -> list[dict[str, Any]]:
         return [found for item in value for found in secrets_in(item)]
     if not isinstance(value, dict):
         return []
-    if re.search("KEY$|KEY_ID$|SECRET|PASSWORD|AUTH_STRING$", str(value.get("name", ""))) and "value" in value:
+    if (
+        re.search("KEY$|KEY_ID$|SECRET|PASSWORD|AUTH_STRING$", str(value.get("name", "")))
+        and "value" in value
+    ):
         return [] if value["name"].endswith(("_SECRET_NAME", "_SECRET_KEY")) else [value]
     return [found for item in value.values() for found in secrets_in(item)]
 
