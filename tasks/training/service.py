@@ -2,25 +2,32 @@
 
 Each rank runs `tasks.training.worker`, which registers, takes batches and publishes versions. This process
 holds no state: it hands on a terminate signal, and kills what has not ended in time.
+
+By default all ranks are on this machine. On several, this service runs on each, with ROLLART_NNODES (how many),
+ROLLART_NODE_RANK (which one, from 0) and ROLLART_RENDEZVOUS (host:port on node 0, where they meet).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import tomllib
+from collections.abc import Mapping
 
 import psutil
 
 from tasks.config import RunConfig, parse_config
-from tasks.services import PARENT, end_processes, end_with_parent, this_process
+from tasks.errors import UserError
+from tasks.services import GAVE_UP, PARENT, end_processes, end_with_parent, this_process
 from tasks.store import Store, layout
 
 GRACE_S = 7.0  # the service itself has 10 s
+NODES, NODE_RANK, RENDEZVOUS = "ROLLART_NNODES", "ROLLART_NODE_RANK", "ROLLART_RENDEZVOUS"
 
 
 def rank_environment(config: RunConfig) -> dict[str, str]:
@@ -38,6 +45,38 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
     }
 
 
+def launcher(ranks: int, environment: Mapping[str, str]) -> list[str]:
+    """The torchrun command, up to the module, for this node's share of `ranks`.
+
+    Raises UserError naming the setting that is missing or wrong.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    nodes = _number(environment, NODES, at_least=1, default="1")
+    if nodes == 1:
+        return [*torchrun, "--standalone", f"--nproc-per-node={ranks}"]
+    node, rendezvous = _number(environment, NODE_RANK), environment.get(RENDEZVOUS, "")
+    if ranks % nodes:
+        raise UserError(
+            "trainer.ranks", f"is {ranks}, which {nodes} nodes cannot share", f"make it a multiple of {NODES}"
+        )
+    if node >= nodes:
+        raise UserError(NODE_RANK, f"is {node}", f"number the nodes from 0 to {nodes - 1}")
+    if not re.fullmatch(r".+:\d+", rendezvous):
+        raise UserError(RENDEZVOUS, f"is {rendezvous!r}", "give host:port on node 0")
+    # The static rendezvous takes nodes by their number, so that rank 0, which registers, is always on node 0.
+    return [
+        *torchrun, f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={ranks // nodes}",
+        "--rdzv-backend=static", f"--rdzv-endpoint={rendezvous}",
+    ]  # fmt: skip
+
+
+def _number(environment: Mapping[str, str], name: str, at_least: int = 0, default: str = "") -> int:
+    given = environment.get(name) or default
+    if not given.isdecimal() or int(given) < at_least:
+        raise UserError(name, f"is {given!r}", f"give a whole number, {at_least} or more")
+    return int(given)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the trainer of the run at --store until a terminate signal, or until a rank fails."""
     parser = argparse.ArgumentParser(prog="python -m tasks.training.service", description=main.__doc__)
@@ -50,10 +89,12 @@ def main(argv: list[str] | None = None) -> int:
     end_with_parent()
     store = Store(arguments.store, arguments.endpoint_url)
     config = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={config.trainer.ranks}", "-m", "tasks.training.worker", "--store", arguments.store,
-    ]  # fmt: skip
+    try:
+        command = launcher(config.trainer.ranks, os.environ)
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        return GAVE_UP  # another start would find the same
+    command += ["-m", "tasks.training.worker", "--store", arguments.store]
     if arguments.endpoint_url:
         command += ["--endpoint-url", arguments.endpoint_url]
     ranks = subprocess.Popen(

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.services import registered
+from tasks.services import free_port, registered
 from tests.integration import trainer_service as t
 
 
@@ -147,6 +147,32 @@ def test_two_ranks_give_the_loss_and_weights_of_one(run, tmp_path, stage):
         for k in (0, 1):
             t.put_policy_gradient(store, k)
         t.wait(store, 2, tmp_path / "log")
+    assert_same(whole, store)
+
+
+@pytest.mark.slow
+def test_two_nodes_give_the_loss_and_weights_of_one(run, tmp_path):
+    whole, *_ = run
+    store = t.new_run(tmp_path / "run", t.settings(trainer={"ranks": 2, "threads": 2, "zero_stage": 2}))
+    store.put(
+        "weights/0", {n: whole.get("weights/0", n) for n in whole.manifest("weights/0")["files"]}, version=0
+    )
+    where = {"ROLLART_NNODES": "2", "ROLLART_RENDEZVOUS": f"127.0.0.1:{free_port()}"}
+    logs = [tmp_path / "log-0", tmp_path / "log-1"]
+    with (
+        t.service(store, logs[1], ROLLART_NODE_RANK="1", **where),
+        t.service(
+            store, logs[0], ROLLART_NODE_RANK="0", **where
+        ),  # told to end first: rank 0 tells the others
+    ):
+        for k in (0, 1):
+            t.put_policy_gradient(store, k)
+        t.wait(store, 2, logs[0])
+    assert_same(whole, store)
+
+
+def assert_same(whole, store):
+    """Both runs have the same loss and weights after two batches, but for rounding."""
     for k in (0, 1):
         one, two = whole.read_json(f"metrics/{k}.json"), store.read_json(f"metrics/{k}.json")
         for name in ("loss", "grad_norm", "kl", "entropy"):

@@ -94,20 +94,21 @@ def put_policy_gradient(store: Store, k: int) -> None:
     )  # fmt: skip
 
 
-def start(store: Store, log: Path) -> subprocess.Popen[bytes]:
+def start(store: Store, log: Path, **environment: str) -> subprocess.Popen[bytes]:
     """The service, as a supervisor starts it."""
+    environment = {PARENT: this_process(), "ROLLART_HOME": str(log.parent / "home"), **environment}
     with log.open("ab") as sink:
         return subprocess.Popen(
             [sys.executable, "-m", "tasks.training.service", "--store", store.uri],
-            env={**os.environ, PARENT: this_process(), "ROLLART_HOME": str(log.parent / "home")},
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
 
 @contextmanager
-def service(store: Store, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def service(store: Store, log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """The service while the block runs; none of its processes is left afterwards."""
-    process = start(store, log)
+    process = start(store, log, **environment)
     family = [psutil.Process(process.pid)]
     try:
         yield process
