@@ -24,11 +24,8 @@ from tasks.services import HEARTBEAT_S, Registration, registered, tail
 from tasks.store import MANIFEST, CorruptObject, layout
 from tasks.training.policy import publish_policy
 
-ALL = (
-    "environments",
-    "engine",
-    "trainer",
-)  # accelerator pools in one order: two runs never wait for each other
+ALL = ("environments", "engine", "trainer")
+ACCELERATED = ("engine", "trainer")  # take their pools in this order: two runs never wait for each other
 
 
 @flow(flow_run_name="provision", persist_result=False)
@@ -40,14 +37,13 @@ async def provision(run: str, kinds: Sequence[str] = ALL, pin_version: int | Non
     context = live(run)
     started_at = time.time()
     await asyncio.to_thread(publish_policy, context.store, context.config)
-    for kind in kinds:
-        for name in service_names(context, kind):
+    for kind in (*kinds, "reward") if context.pools is not None else kinds:
+        names = service_names(context, kind)
+        for name in names:
             with on_pool(STAGE[kind], context.config):
                 await start_service(run, kind, name, pin_version if kind == "engine" else None)
-            if kind != "environments":
-                await admitted(context, name)
-    if context.pools is not None:
-        await start_service(run, "reward", "reward", None)
+        if kind in ACCELERATED:
+            await asyncio.gather(*(admitted(context, name) for name in names))
     await asyncio.gather(*(ready(context, kind, started_at) for kind in kinds if kind != "engine"))
     if "environments" in kinds:
         await connect_environments(context)
