@@ -1,4 +1,7 @@
-"""`rollart deploy` and `rollart undeploy`: read the server, print a plan, do it, print what stands."""
+"""`rollart deploy` and `rollart undeploy`: read the server, print a plan, do it, print what stands.
+
+What imports Prefect is imported once the server has answered, so that a wrong address is told at once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from flows import deploy_plan
-from flows.accelerator_slot import limit_name
 from flows.deploy_plan import SHARED, Found, Key, Made, Step, is_marked
 from flows.deploy_server import Server, connected
 from hardware.pools import Pool
@@ -95,6 +97,8 @@ def removal(server: Server, made: Made, only: list[Pool] | None) -> list[Step]:
 
 def _of_pools(standing: dict[Key, Found], pools: list[Pool]) -> dict[Key, Found]:
     """What belongs to these pools; and what all share, if no other pool stands."""
+    from flows.accelerator_slot import limit_name
+
     names = {pool.work_pool for pool in pools}
     limits = {limit_name(pool) for pool in pools}
     if {name for kind, name in standing if kind == "work pool"} <= names:
@@ -143,6 +147,8 @@ def _done(action: str) -> str:
 
 def show_pools(server: Server, pools: list[Pool]) -> str:
     """The table of what stands, one pool a line."""
+    from flows.accelerator_slot import limit_name
+
     rows = [("pool", "type", "hardware", "jobs", "at once", "workers", "queues", "deployments")]
     for pool in pools:
         name = pool.work_pool

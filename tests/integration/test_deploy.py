@@ -1,76 +1,564 @@
-"""`prefect deploy` of the `train` flow against a real server and a process work pool, and a run through it."""
+"""`rollart deploy`, `undeploy`, `worker` and `train --prepare` against real Prefect servers, and `prefect deploy` beside."""
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import importlib.util
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from flows.server import start_server
 from hardware.pools import local_pools, pool_for
 from tasks.services import Supervisor
 from tasks.store import Store
-from tests.integration.cli import rollart
+from tests.integration.cli import Outcome, rollart
 
 ROOT = Path(__file__).parents[2]
 TINY_RUN = ["--set", "iterations=1", "--set", "warm_start.enabled=false"]
+DATABASES = ["sqlite", *(["postgres"] if importlib.util.find_spec("tests.integration.postgres") else [])]
+LISTS = (
+    "work_pools",
+    "work_queues",
+    "v2/concurrency_limits",
+    "flows",
+    "deployments",
+    "automations",
+    "variables",
+    "block_documents",
+)
+DEPLOYMENTS = {
+    "evaluate-run/evaluate",
+    "serve-engine/serve-engine",
+    "serve-environments/serve-environments",
+    "serve-reward/serve-reward",
+    "serve-trainer/serve-trainer",
+    "train/train",
+    "warm-start-run/warm-start",
+}
 
 
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Prefect server of its own, with the process pool and the deployment; its API URL."""
-    home = tmp_path_factory.mktemp("prefect")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREFECT_HOME", str(home))
+class Api:
+    """A Prefect server of its own, and the two command lines against it."""
+
+    def __init__(self, url: str, home: Path):
+        self.url, self.home = url, home
+
+    def rollart(self, *arguments: str, **env: str) -> Outcome:
+        return rollart(*arguments, home=self.home, env={**self.env, **env}, timeout=120)
+
+    def prefect(self, *arguments: str, timeout: float = 280, env: dict[str, str] | None = None) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "prefect", *arguments],
+            cwd=ROOT,
+            env={**os.environ, **self.env, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {"PREFECT_API_URL": self.url, "PREFECT_HOME": str(self.home / "prefect")}
+
+    def get(self, path: str) -> Any:
+        return httpx.get(f"{self.url}/{path}", timeout=30).raise_for_status().json()
+
+    def post(self, path: str, body: Any = None) -> Any:
+        return httpx.post(f"{self.url}/{path}", json=body or {}, timeout=30).raise_for_status().json()
+
+    def patch(self, path: str, body: Any) -> None:
+        httpx.patch(f"{self.url}/{path}", json=body, timeout=30).raise_for_status()
+
+    def everything(self) -> dict[str, Any]:
+        """All objects with all their fields, timestamps too. Some lists are sets, whose order means nothing."""
+        return {kind: ordered(self.post(f"{kind}/filter")) for kind in LISTS}
+
+    def names(self, kind: str) -> set[str]:
+        return {found["name"] for found in self.post(f"{kind}/filter")}
+
+    def deployments(self) -> set[str]:
+        flows = {found["id"]: found["name"] for found in self.post("flows/filter")}
+        return {f"{flows[found['flow_id']]}/{found['name']}" for found in self.post("deployments/filter")}
+
+
+def ordered(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: ordered(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return sorted((ordered(part) for part in value), key=lambda part: json.dumps(part, sort_keys=True))
+    return value
+
+
+def actions(outcome: Outcome) -> set[str]:
+    """What a printed plan would do."""
+    assert outcome.code == 0, outcome.err
+    return {line.split()[0] for line in outcome.out.splitlines() if line.startswith("  ")}
+
+
+@contextlib.contextmanager
+def server(home: Path, database: str = "sqlite") -> Iterator[Api]:
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFECT_HOME", str(home / "prefect"))
         patch.setenv("PREFECT_API_URL", "")  # start_server sets it; here it is put back afterwards
+        if database == "postgres":
+            from tests.integration.postgres import postgres
+
+            url = stack.enter_context(postgres(home / "postgres"))
+            patch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", url)
         supervisor = Supervisor(home / "server")
-        try:
-            yield start_server(supervisor)
-        finally:
-            supervisor.stop()
+        stack.callback(supervisor.stop)
+        yield Api(start_server(supervisor), home)
+
+
+@pytest.fixture(scope="module", params=DATABASES)
+def fresh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """A server with nothing on it, for each database."""
+    with server(tmp_path_factory.mktemp(request.param), request.param) as api:
+        yield api
+
+
+@pytest.fixture
+def api(fresh: Api) -> Iterator[Api]:
+    """An empty server, which every test leaves empty."""
+    yield fresh
+    assert fresh.rollart("undeploy").code == 0
+    assert {kind: found for kind in LISTS if (found := fresh.post(f"{kind}/filter"))} == {}
 
 
 @pytest.fixture(scope="module")
-def deployment(api: str) -> dict:
-    """The deployment as the API knows it, made by the commands of deployments/prefect.yaml."""
-    prefect("work-pool", "create", "control", "--type", "process")
-    prefect("--no-prompt", "deploy", "--name", "train", "--prefect-file", "deployments/prefect.yaml")
-    return httpx.get(f"{api}/deployments/name/train/train", timeout=30).raise_for_status().json()
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """A server on which `rollart deploy` ran, for what only looks at it."""
+    with server(tmp_path_factory.mktemp("deployed")) as api:
+        assert api.rollart("deploy").code == 0
+        yield api
 
 
-def prefect(*arguments: str, timeout: float = 280, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "prefect", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+# What is made
 
 
-def test_deploy_registers_the_train_flow_on_the_control_pool(deployment: dict) -> None:
-    control = pool_for("control", local_pools())
-    assert deployment["entrypoint"] == "flows/train.py:train"
-    assert deployment["work_pool_name"] == control.name
-    assert set(deployment["tags"]) == {"stage:control", f"pool:{control.name}"}
-    assert deployment["parameters"] == {"endpoint_url": None}
-
-
-def test_the_deployment_runs_from_this_folder_and_asks_for_the_run(deployment: dict) -> None:
-    (step,) = deployment["pull_steps"]
+def test_everything_is_there_after_deploy(deployed: Api) -> None:
+    pools = local_pools()
+    for pool in pools:
+        stands = deployed.get(f"work_pools/{pool.name}")
+        assert (stands["type"], stands["concurrency_limit"]) == ("process", 4 * pool.slots + 4)
+        queues = deployed.post(f"work_pools/{pool.name}/queues/filter")
+        assert {queue["name"]: queue["priority"] for queue in queues} == {"high": 1, "default": 10}
+    limits = {found["name"]: found["limit"] for found in deployed.post("v2/concurrency_limits/filter")}
+    assert limits == {"rollart-gpu-compute": 1, "rollart-gpu-bandwidth": 1}
+    assert deployed.deployments() == DEPLOYMENTS
+    train = deployed.get("deployments/name/train/train")
+    assert train["work_pool_name"] == pool_for("control", pools).name == "cpu-env"
+    assert train["tags"] == ["stage:control", "pool:cpu-env", "hardware:cpu"]
+    assert [(schedule["slug"], schedule["active"]) for schedule in train["schedules"]] == [("nightly", False)]
+    (step,) = train["pull_steps"]
     assert step["prefect.deployments.steps.set_working_directory"]["directory"] == str(ROOT)
-    assert deployment["parameter_openapi_schema"]["required"] == ["run"]
-    url = f"{os.environ['PREFECT_API_URL']}/deployments/{deployment['id']}/create_flow_run"
-    assert httpx.post(url, json={"parameters": {}}, timeout=30).status_code == 409  # `run` is missing
+    assert deployed.names("automations") == {"rollart: runs without heartbeat are crashed"}
+    assert deployed.names("block_documents") == {"rollart-key"}
+
+
+def test_a_run_with_wrong_parameters_is_refused_by_the_deployment(deployed: Api) -> None:
+    train = deployed.get("deployments/name/train/train")
+    url = f"{deployed.url}/deployments/{train['id']}/create_flow_run"
+    assert httpx.post(url, json={"parameters": {"config": 3}}, timeout=30).status_code == 409
+
+
+def test_deploy_prints_a_plan_before_and_a_table_after_and_never_the_key(api: Api) -> None:
+    done = api.rollart("deploy", "--team", "research=4")
+    plan, table = done.out.split("\n\n")
+    assert "  create  work pool   cpu-env " in plan
+    assert "30 to create, 4 to update" in plan
+    row = next(line for line in table.splitlines() if line.startswith("gpu-compute"))
+    assert row.split("  ")[-2:] == ["high, research (4 at once), default", "serve-trainer, warm-start"]
+    key = api.post("block_documents/filter", {"include_secrets": True})[0]["data"]["value"]
+    assert len(key) >= 32
+    assert key not in done.out + done.err
+
+
+def test_a_second_deploy_changes_nothing(api: Api) -> None:
+    first = api.rollart("deploy", "--team", "research=4", "--team", "product=2")
+    assert actions(first) == {"create", "update"}
+    before = api.everything()
+    assert actions(api.rollart("deploy", "--team", "research=4", "--team", "product=2")) == {"unchanged"}
+    assert api.everything() == before
+
+
+def test_a_dry_run_changes_nothing(api: Api) -> None:
+    before = api.everything()
+    assert actions(api.rollart("deploy", "--dry-run")) == {"create", "update"}
+    assert api.everything() == before
+    api.rollart("deploy")
+    before = api.everything()
+    assert actions(api.rollart("undeploy", "--dry-run")) == {"remove"}
+    assert api.everything() == before
+
+
+def test_what_drifted_is_set_back_and_what_a_person_switched_stays(api: Api) -> None:
+    api.rollart("deploy", "--team", "research=4")
+    train = api.get("deployments/name/train/train")
+    api.patch(f"deployments/{train['id']}", {"tags": ["mine"], "paused": True})
+    schedule = train["schedules"][0]["id"]
+    api.patch(f"deployments/{train['id']}/schedules/{schedule}", {"active": True})
+    api.patch("work_pools/cpu-env", {"concurrency_limit": 1, "is_paused": True})
+    api.patch("v2/concurrency_limits/rollart-gpu-compute", {"limit": 9})
+    api.patch("work_pools/cpu-env/queues/research", {"is_paused": True})
+    done = api.rollart("deploy", "--team", "research=5")
+    assert "0 to create" not in done.out
+    updates = [line.split() for line in done.out.splitlines() if line.startswith("  update")]
+    assert len(updates) == 3 + len(local_pools())
+    train = api.get("deployments/name/train/train")
+    assert train["tags"] == ["stage:control", "pool:cpu-env", "hardware:cpu"]
+    assert (train["paused"], train["schedules"][0]["active"]) == (True, True)
+    pool, queue = api.get("work_pools/cpu-env"), api.get("work_pools/cpu-env/queues/research")
+    assert (pool["concurrency_limit"], pool["is_paused"]) == (260, True)
+    assert (queue["concurrency_limit"], queue["is_paused"]) == (5, True)
+    assert api.get("v2/concurrency_limits/rollart-gpu-compute")["limit"] == 1
+
+
+# What others made
+
+
+def test_undeploy_leaves_a_server_as_it_was(api: Api, tmp_path: Path) -> None:
+    with others(api, tmp_path):
+        before = api.everything()
+        api.rollart("deploy", "--team", "research=4")
+        assert api.everything() != before
+        assert actions(api.rollart("undeploy")) == {"remove"}
+        assert api.everything() == before
+
+
+@contextlib.contextmanager
+def others(api: Api, folder: Path) -> Iterator[None]:
+    """What somebody else has on the server: one object of every kind."""
+    flow = api.post("flows/", {"name": "theirs"})
+    api.post("work_pools/", {"name": "theirs", "type": "process"})
+    deployment = {"name": "theirs", "flow_id": flow["id"], "work_pool_name": "theirs"}
+    api.post("deployments/", deployment)
+    api.post("v2/concurrency_limits/", {"name": "theirs", "limit": 3})
+    api.post("variables/", {"name": "theirs", "value": 1})
+    trigger = {"type": "event", "posture": "Reactive", "expect": ["a.b"], "threshold": 1, "within": 0}
+    automation = {"name": "theirs", "trigger": trigger, "actions": [{"type": "do-nothing"}]}
+    made = api.post("automations/", automation)
+    try:
+        yield
+    finally:
+        for path in (
+            f"automations/{made['id']}",
+            f"flows/{flow['id']}",
+            "work_pools/theirs",
+            "v2/concurrency_limits/theirs",
+            "variables/name/theirs",
+        ):
+            httpx.delete(f"{api.url}/{path}", timeout=30).raise_for_status()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named", "remove"),
+    [
+        ("work_pools/", {"name": "cpu-env", "type": "process"}, "work pool cpu-env", "work_pools/cpu-env"),
+        (
+            "v2/concurrency_limits/",
+            {"name": "rollart-gpu-compute", "limit": 7},
+            "limit rollart-gpu-compute",
+            "v2/concurrency_limits/rollart-gpu-compute",
+        ),
+    ],
+)
+def test_a_thing_of_the_same_name_stops_deploy_before_anything_is_changed(
+    api: Api, path: str, body: dict[str, Any], named: str, remove: str
+) -> None:
+    api.post(path, body)
+    before = api.everything()
+    done = api.rollart("deploy")
+    assert done.code == 2
+    assert f"{named}: exists, and rollart deploy did not make it; nothing was changed" in done.err
+    assert api.rollart("undeploy").code == 0
+    assert api.everything() == before
+    httpx.delete(f"{api.url}/{remove}", timeout=30).raise_for_status()
+
+
+def test_undeploy_keeps_what_others_use_by_now_until_they_do_not(api: Api) -> None:
+    api.rollart("deploy")
+    api.post("work_pools/cpu-env/queues", {"name": "theirs"})
+    flow = api.post("flows/", {"name": "theirs"})
+    body = {"name": "theirs", "flow_id": flow["id"], "work_pool_name": "gpu-compute"}
+    api.post("deployments/", body)
+    run = api.post(f"deployments/{api.get('deployments/name/train/train')['id']}/create_flow_run")
+    state = {"type": "FAILED", "message": "a test"}
+    api.post(f"flow_runs/{run['id']}/set_state", {"state": state, "force": True})
+    kept = [
+        line.split(maxsplit=1)[1]
+        for line in api.rollart("undeploy").out.splitlines()
+        if line.startswith("  keep")
+    ]
+    assert [" ".join(line.split()) for line in kept] == [
+        "flow train used by 1 runs",
+        "work pool cpu-env used by queue theirs",
+        "work pool gpu-compute used by deployment theirs",
+    ]
+    assert api.names("work_pools") == {"cpu-env", "gpu-compute"}
+    assert api.get(f"flow_runs/{run['id']}")["state_type"] == "FAILED"
+    httpx.delete(f"{api.url}/flows/{flow['id']}", timeout=30).raise_for_status()
+    httpx.delete(f"{api.url}/work_pools/cpu-env/queues/theirs", timeout=30).raise_for_status()
+    assert actions(api.rollart("undeploy")) == {"remove"}
+    train = api.get("flows/name/train")
+    httpx.delete(f"{api.url}/flows/{train['id']}", timeout=30).raise_for_status()
+
+
+def test_only_the_pools_of_a_set_are_removed_and_what_all_share_goes_last(api: Api, tmp_path: Path) -> None:
+    api.rollart("deploy")
+    rewards = tmp_path / "rewards.toml"
+    rewards.write_text("[[pools]]\nname = 'serverless-reward'\nrole = 'reward'\n")
+    assert actions(api.rollart("undeploy", "--pools", str(rewards))) == {"remove"}
+    assert api.names("work_pools") == {"gpu-compute", "gpu-bandwidth", "cpu-env"}
+    assert api.deployments() == DEPLOYMENTS - {"serve-reward/serve-reward"}
+    assert api.names("block_documents") == {"rollart-key"}
+    assert actions(api.rollart("undeploy", "--pools", "local")) == {"remove"}
+
+
+def test_prefect_deploy_works_on_pools_that_exist_and_deploy_takes_its_deployments_over(api: Api) -> None:
+    api.rollart("deploy")
+    api.prefect("--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
+    assert api.deployments() == DEPLOYMENTS
+    assert "Made by" not in api.get("deployments/name/train/train")["description"]
+    updates = [
+        " ".join(line.split()[3:])
+        for line in api.rollart("deploy").out.splitlines()
+        if line.startswith("  update")
+    ]
+    assert updates == ["description, tags"] * len(DEPLOYMENTS)
+    assert actions(api.rollart("deploy")) == {"unchanged"}
+
+
+# Notifications
+
+
+def test_a_failed_training_run_is_reported_to_the_block_and_others_are_not(api: Api) -> None:
+    with webhook() as (url, received):
+        block = made_block(api, url)
+        try:
+            assert actions(api.rollart("deploy", "--notify", "custom-webhook/ops")) == {"create", "update"}
+            assert actions(api.rollart("deploy", "--notify", "custom-webhook/ops")) == {"unchanged"}
+            engine = fail(api, "serve-engine/serve-engine", {"run": "r", "name": "engine-0"})
+            train = fail(api, "train/train", {"config": "smoke"})
+            wait(lambda: received, 30, "a notification")
+            time.sleep(3)
+            assert [train["name"] in text and "the disk is full" in text for text in received] == [True]
+            assert engine["name"] not in received[0]
+        finally:
+            api.rollart("undeploy")
+            httpx.delete(f"{api.url}/block_documents/{block}", timeout=30).raise_for_status()
+            for flow in api.post("flows/filter"):
+                httpx.delete(f"{api.url}/flows/{flow['id']}", timeout=30).raise_for_status()
+
+
+def made_block(api: Api, url: str) -> str:
+    kind = api.get("block_types/slug/custom-webhook")
+    filters = {"block_schemas": {"block_type_id": {"any_": [kind["id"]]}}}
+    schema = api.post("block_schemas/filter", filters)[0]
+    data = {"name": "ops", "url": url, "method": "POST", "json_data": {"text": "{{subject}} {{body}}"}}
+    body = {"name": "ops", "data": data, "block_type_id": kind["id"], "block_schema_id": schema["id"]}
+    return api.post("block_documents/", body)["id"]
+
+
+def fail(api: Api, deployment: str, parameters: dict[str, Any]) -> Any:
+    """A run of a deployment, and its failure as the engine would tell it."""
+    found = api.get(f"deployments/name/{deployment}")
+    run = api.post(f"deployments/{found['id']}/create_flow_run", {"parameters": parameters})
+    state = {"type": "FAILED", "message": "the disk is full"}
+    api.post(f"flow_runs/{run['id']}/set_state", {"state": state, "force": True})
+    return run
+
+
+@contextlib.contextmanager
+def webhook() -> Iterator[tuple[str, list[str]]]:
+    """A URL that takes messages, and those that it got."""
+    received: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.server_port}/", received
+        listener.shutdown()
+
+
+def wait(condition: Callable[[], Any], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize(
+    ("block", "problem"),
+    [
+        ("custom-webhook/nope", "has no block"),
+        ("ops", "has no block"),
+        ("secret/rollart-key", "no notification"),
+    ],
+)
+def test_a_wrong_block_is_refused(deployed: Api, block: str, problem: str) -> None:
+    done = deployed.rollart("deploy", "--notify", block)
+    assert done.code == 2
+    assert "--notify" in done.err
+    assert problem in done.err
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("command", [["deploy"], ["undeploy"], ["worker", "cpu-env"]])
+def test_without_a_server_that_stays_the_message_says_how_to_have_one(
+    tmp_path: Path, command: list[str]
+) -> None:
+    done = rollart(*command, home=tmp_path)
+    assert done.code == 2
+    assert "PREFECT_API_URL" in done.err
+    assert "prefect server start" in done.err
+
+
+@pytest.mark.parametrize("command", [["deploy"], ["undeploy"], ["worker", "cpu-env"]])
+def test_a_server_that_does_not_answer_is_named_within_seconds(tmp_path: Path, command: list[str]) -> None:
+    url = "http://127.0.0.1:9/api"
+    done = rollart(*command, home=tmp_path, env={"PREFECT_API_URL": url})
+    assert done.code == 2
+    assert f"nothing answers at {url}" in done.err
+    assert done.seconds < 12
+
+
+# Workers
+
+
+def test_a_worker_is_refused_on_a_machine_without_what_its_pool_says(tmp_path: Path) -> None:
+    done = rollart("worker", "gpu-compute", "--pools", "production", "--check", home=tmp_path)
+    assert done.code == 2
+    assert "8 x H800 with 80 GiB, but it has" in done.err
+    assert done.left == []
+
+
+def test_a_worker_is_welcome_on_a_machine_with_what_its_pool_says(tmp_path: Path) -> None:
+    driver, pools = tmp_path / "bin" / "nvidia-smi", tmp_path / "pools.toml"
+    driver.parent.mkdir()
+    driver.write_text("#!/bin/sh\nfor i in 1 2; do echo 'NVIDIA H20, 97871 MiB'; done\n")
+    driver.chmod(0o755)
+    text = "[[pools]]\nname = 'gpus'\nrole = 'rollout'\naccelerator = 'h20'\ncount = %d\n"
+    env = {"PATH": f"{driver.parent}{os.pathsep}{os.environ['PATH']}"}
+    check = ["worker", "gpus", "--pools", str(pools), "--check"]
+    pools.write_text(text % 2)
+    done = rollart(*check, home=tmp_path, env=env)
+    assert done.code == 0, done.err
+    assert "2 x NVIDIA H20" in done.out
+    pools.write_text(text % 3)
+    done = rollart(*check, home=tmp_path, env=env)
+    assert done.code == 2
+    assert "3 x H20 with 96 GiB, but it has 2 x NVIDIA H20 (96 GiB)" in done.err
+
+
+def test_a_worker_of_a_pool_that_the_server_does_not_have_is_told_to_deploy(
+    deployed: Api, tmp_path: Path
+) -> None:
+    pools = tmp_path / "pools.toml"
+    pools.write_text("[[pools]]\nname = 'new'\nrole = 'environment'\n")
+    done = deployed.rollart("worker", "new", "--pools", str(pools))
+    assert done.code == 2
+    assert "has no work pool 'new'" in done.err
+    assert "rollart deploy" in done.err
+
+
+PROBE = """
+import os, time
+from pathlib import Path
+from prefect import flow
+
+@flow
+def probe(folder: str) -> None:
+    key = os.environ["ROLLART_KEY"]
+    Path(folder, "started").write_text(f"{os.getpid()} {len(key)} {key[:2]}")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_crashed_and_one_of_another_pool_is_not_touched(
+    deployed: Api, tmp_path: Path
+) -> None:
+    """The worker hands the key to its jobs, which tell that they live; both are killed, and nobody can say so."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    started = tmp_path / "started"
+    run, other = (probe_run(deployed, tmp_path, tag) for tag in ("pool:cpu-env", "pool:theirs"))
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", "worker", "cpu-env", "--name", "test"],
+        cwd=tmp_path,
+        env={**os.environ, **deployed.env, "PYTHONPATH": str(ROOT)},
+        stdout=(tmp_path / "worker.log").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        wait(
+            lambda: all(state(deployed, each) == "RUNNING" for each in (run, other)),
+            120,
+            "two running probes",
+        )
+        wait(started.exists, 30, "a probe's word")
+        assert int(started.read_text().split()[1]) >= 32
+        table = deployed.rollart("deploy").out
+        assert next(line for line in table.splitlines() if line.startswith("cpu-env")).split()[5] == "1"
+        time.sleep(5)  # the first heartbeat is on its way
+    finally:
+        for process in [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]:
+            process.kill()
+        worker.wait()
+    wait(lambda: state(deployed, run) == "CRASHED", 180, "the killed run to be marked as crashed")
+    assert "No heartbeat for 90 s" in deployed.get(f"flow_runs/{run}")["state"]["message"]
+    assert state(deployed, other) == "RUNNING"
+
+
+def probe_run(api: Api, folder: Path, tag: str) -> str:
+    """A scheduled run of the probe on pool cpu-env, with `tag`."""
+    flow = api.post("flows/", {"name": "probe"})
+    step = {"prefect.deployments.steps.set_working_directory": {"directory": str(folder)}}
+    deployment = api.post(
+        "deployments/",
+        {
+            "name": tag.replace(":", "-"),
+            "flow_id": flow["id"],
+            "work_pool_name": "cpu-env",
+            "entrypoint": "probe.py:probe",
+            "pull_steps": [step],
+            "parameters": {"folder": str(folder)},
+            "tags": [tag],
+        },
+    )
+    return api.post(f"deployments/{deployment['id']}/create_flow_run")["id"]
+
+
+def state(api: Api, run: str) -> str:
+    return api.get(f"flow_runs/{run}")["state_type"]
+
+
+# A prepared run
 
 
 def test_prepare_writes_the_configuration_starts_nothing_and_prints_the_command(tmp_path: Path) -> None:
@@ -103,17 +591,18 @@ def test_prepare_of_a_wrong_configuration_writes_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_worker_trains_a_prepared_run_to_its_end(api: str, deployment: dict, tmp_path: Path) -> None:
+def test_a_worker_trains_a_prepared_run_to_its_end(deployed: Api, tmp_path: Path) -> None:
     prepared = rollart("train", "smoke", "--prepare", "--name", "tiny", *TINY_RUN, home=tmp_path, timeout=60)
     command = prepared.out.strip().splitlines()[-1].split()
     assert command[0] == "prefect"
-    prefect(*command[1:])
+    deployed.prefect(*command[1:])
     env = {"ROLLART_HOME": str(tmp_path / "home")}
-    prefect("worker", "start", "--pool", "control", "--run-once", timeout=550, env=env)
+    deployed.prefect("worker", "start", "--pool", "cpu-env", "--run-once", timeout=550, env=env)
     store = Store(str(tmp_path / "runs" / "tiny"))
     assert store.read_json("status.json")["status"] == "finished"
     assert store.manifest("weights/1") is not None
-    query = {"deployments": {"id": {"any_": [deployment["id"]]}}, "sort": "START_TIME_DESC"}
-    newest = httpx.post(f"{api}/flow_runs/filter", json=query, timeout=30).raise_for_status().json()[0]
+    train = deployed.get("deployments/name/train/train")
+    query = {"deployments": {"id": {"any_": [train["id"]]}}, "sort": "START_TIME_DESC"}
+    newest = deployed.post("flow_runs/filter", query)[0]
     assert newest["name"] == "train-tiny" or newest["parameters"]["run"] == store.uri
     assert newest["state_type"] == "COMPLETED"
