@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
+from flows.server import CLIENT
 from hardware.pools import Pool, Role, pool_for, pool_set
 from tasks.errors import UserError
 
@@ -182,6 +183,7 @@ def _process_template() -> dict[str, Any]:
 
     template = ProcessWorker.get_default_base_job_template()
     template["variables"]["properties"]["env"]["default"] = {
+        **CLIENT,
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
         "ROLLART_KEY": f"{{{{ prefect.blocks.secret.{SECRET} }}}}",
     }

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flows.progress import Progress
-from flows.server import ask_again_soon, configured_api, start_server
+from flows.server import CLIENT, ask_again_soon, configured_api, start_server
 from tasks.errors import RunFailed, UserError
 from tasks.services import Supervisor, end_leftovers, work_folder
 from tasks.store import Store
@@ -20,7 +20,7 @@ _PREFECT = {
     "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",  # it complains of what a stop request cancels
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
-    "PREFECT_CLIENT_MAX_RETRIES": "50",  # a server may be away for about 4 minutes, see ask_again_soon
+    **CLIENT,
 }
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from tasks.errors import DeadlineExceeded, UserError
 from tasks.services import Supervisor, end_with_parent, free_port
 
+CLIENT = {"PREFECT_CLIENT_MAX_RETRIES": "50"}  # a server may be away for about 4 minutes, see ask_again_soon
 START_DEADLINE_S = 300.0  # 6 s on a quiet machine
 WATCH_S, WATCH_DEADLINE_S = 2.0, 5.0
 LONGEST_PAUSE_S = 5.0

@@ -25,7 +25,7 @@ from flows.attempts import Ending
 from flows.context import RunContext, open_context
 from flows.progress import Progress
 from flows.provision import on_death, tell_problems, watch_services
-from flows.server import watch_server
+from flows.server import ask_again_soon, watch_server
 from tasks.services import Supervisor, work_folder
 from tasks.store import Store
 
@@ -60,6 +60,7 @@ async def in_session(run: str, endpoint_url: str | None, work: Work, *, training
     problems: list[str] = []  # to be logged by the flow
     supervisor = Supervisor(work_folder(store), on_death(problems, progress.say))
     attempts.renew()
+    ask_again_soon()
     async with open_context(store, progress, supervisor) as context:
         context.problems = problems
         if context.pools is not None:

@@ -11,6 +11,8 @@ from hardware.machine import Machine, missing, this_machine
 from hardware.pools import Pool
 from tasks.errors import UserError
 
+POLL_S = 2  # Prefect's default is 10 s, which each start of a service would wait for
+
 
 def pool_named(name: str, pools: str) -> Pool:
     """The pool of a set by its name or its work pool's. Raises UserError."""
@@ -51,6 +53,7 @@ def start(pool: Pool, name: str | None) -> NoReturn:
                 "create it: rollart deploy (with the same --pools)",
             )
     argv = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool.work_pool]
+    os.environ.setdefault("PREFECT_WORKER_QUERY_SECONDS", str(POLL_S))
     sys.stdout.flush()
     os.execv(sys.executable, [*argv, *(["--name", name] if name else [])])
 

@@ -68,6 +68,7 @@ def test_only_pools_with_accelerators_have_a_global_limit_of_their_slots(things:
 def test_jobs_tell_that_they_live_and_know_the_key_by_reference(things: list[Thing]) -> None:
     template = named(things, "work pool", "cpu-env").body["base_job_template"]
     assert template["variables"]["properties"]["env"]["default"] == {
+        "PREFECT_CLIENT_MAX_RETRIES": "50",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "ROLLART_KEY": "{{ prefect.blocks.secret.rollart-key }}",
     }
