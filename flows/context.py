@@ -12,6 +12,7 @@ import time
 import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flows.progress import Progress
@@ -80,6 +81,11 @@ class RunContext:
     def name(self) -> str:
         """The run's name: the last part of its URI."""
         return self.store.uri.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def tags(self) -> list[str]:
+        """Prefect tags of everything that belongs to the run."""
+        return [f"run:{self.name}", f"model:{Path(self.config.policy.model).name}"]
 
     @property
     def groups(self) -> Ledger:

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -189,6 +190,7 @@ class PoolServices:
             flow_run_name=f"{service.name}-{self.name}",
             tags=[
                 f"run:{self.name}",
+                f"model:{Path(self.config.policy.model).name}",
                 f"service:{service.name}",
                 f"stage:{stage}",
                 *service.pool.prefect_tags,
@@ -260,7 +262,7 @@ async def on_its_pool(deployment: str, context: RunContext) -> None:
         deployment,
         parameters=parameters,
         timeout=0,
-        tags=[f"run:{context.name}"],
+        tags=context.tags,
         work_queue_name=context.config.work_queue,
     )
     context.progress.say(f"{deployment} is on its pool: flow run {run.name}")

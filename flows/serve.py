@@ -30,6 +30,7 @@ from tasks.store import Store, layout
 CONTROLLER = "controller"
 LOOK_S = 0.5
 QUIET_S = 3.0  # a wave of which nothing has moved for so long has ended
+END_S = 5.0  # for task runs to end with their service
 LOG_LINES = 60  # of a dead service's log, kept in the store
 
 
@@ -76,6 +77,7 @@ class _Host:
         self.pool = pool_for(STAGE[kind], self.config.pools)
         self.supervisor = Supervisor(work_folder(self.store), self._died, f"host-{self.name}.json")
         self.logger = get_run_logger()
+        self.over = False  # the service is about to end
         self._said: list[str] = []  # from the supervisor's thread
         self._registrar: Registrar | None = None  # while the service waits to be started
 
@@ -116,6 +118,8 @@ class _Host:
         try:
             return await self._until_let_go(follower)
         finally:
+            self.over = True
+            await asyncio.wait({follower}, timeout=END_S)  # its task runs end as they stand
             follower.cancel()
 
     async def _until_let_go(self, follower: asyncio.Future[None]) -> str:
@@ -184,26 +188,32 @@ class _Host:
 
 
 async def _follow_trainer(host: _Host) -> None:
-    while True:
+    shown: int | None = None  # all batches below have their task run
+    while not host.over:
         now = await host.registration()
         if now is not None and now.status == "ready" and now.version is not None:
-            k = now.version
-            if await host.exists(layout.batch(k)) and not await host.exists(layout.weights(k + 1)):
-                await train_step(host, k)
+            shown = now.version if shown is None else min(shown, now.version)  # it replays after a restart
+            while shown < now.version or await host.exists(layout.batch(shown)):
+                name = f"train-step-{shown:04d}" if shown >= 0 else f"warm-start{shown}"
+                if await host.exists(layout.batch(shown)):
+                    await train_step.with_options(task_run_name=name)(host, shown)
+                shown += 1
+                if host.over:
+                    return
         await asyncio.sleep(LOOK_S)
 
 
-@task(task_run_name="train-step-{k:04d}", cache_policy=NO_CACHE, persist_result=False)
+@task(cache_policy=NO_CACHE, persist_result=False)
 async def train_step(host: Any, k: int) -> None:
     """Batch `k` becomes version `k + 1` on this pool."""
-    while not await host.exists(layout.weights(k + 1)):
+    while not (host.over or await host.exists(layout.weights(k + 1))):
         host.raise_if_failed()
         await asyncio.sleep(LOOK_S)
 
 
 async def _follow_engine(host: _Host) -> None:
     loaded = -(10**9)
-    while True:
+    while not host.over:
         now = await host.registration()
         if now is not None and now.version is not None and now.version > loaded:
             for load in [load for load in now.facts.get("loads", []) if load["version"] > loaded]:
@@ -228,7 +238,7 @@ async def _follow_waves(host: _Host) -> None:
     """One task run a wave: from its first episode (or trajectory) here until nothing of it moves any more."""
     shown: dict[str, asyncio.Task[Any]] = {}
     async with asyncio.TaskGroup() as group:
-        while True:
+        while not host.over:
             now = await host.registration()
             for wave in now.facts.get("waves", {}) if now is not None else ():
                 if wave not in shown or (shown[wave].done() and await _moves(host, wave)):
@@ -252,15 +262,15 @@ def _wave_task(host: _Host, wave: int) -> Coroutine[Any, Any, None]:
 async def serve_wave(host: Any, wave: str) -> None:
     """The episodes or trajectories of one wave that ran on this pool."""
     counts, changed_at = (0, 0), time.monotonic()
-    while True:
+    while not host.over:
         now = await host.registration()
         seen = tuple(now.facts.get("waves", {}).get(wave, counts)) if now is not None else counts
         if seen != counts:
             counts, changed_at = seen, time.monotonic()
         if counts[0] <= counts[1] and time.monotonic() - changed_at > QUIET_S:
-            get_run_logger().info("%d ended", counts[1])
-            return
+            break
         await asyncio.sleep(LOOK_S)
+    get_run_logger().info("%d ended", counts[1])
 
 
 _FOLLOW: dict[str, Callable[[_Host], Coroutine[Any, Any, None]]] = {

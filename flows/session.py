@@ -65,7 +65,8 @@ async def in_session(run: str, endpoint_url: str | None, work: Work, *, training
         context.problems = problems
         if context.pools is not None:
             await asyncio.to_thread(context.pools.open, training)
-        with tags(f"run:{context.name}"), _heard(context), attempts.ended_by_signal():
+        await attempts.label(*context.tags)
+        with tags(*context.tags), _heard(context), attempts.ended_by_signal():
             return await _guarded(context, work, training)
 
 
