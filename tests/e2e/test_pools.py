@@ -52,7 +52,7 @@ def finished(site: Site) -> dict[str, Any]:
     first = site.train("first", "rollout.max_staleness=1")
     service = site.wait(lambda: site.flow_runs("run:first", "service:engine-0"), "the engine's flow run")[0]
     site.wait(lambda: site.state(service["id"])["type"] == "RUNNING", "the engine on its pool")
-    second = site.train("second", "iterations=1")
+    second = site.train("second", "iterations=1", "warm_start.enabled=false")
     assert site.finish(first)["type"] == "COMPLETED", site.said()
     return {"first": site.get(f"/flow_runs/{first}"), "second": second}
 
