@@ -7,6 +7,7 @@ import http.server
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,9 +20,8 @@ import httpx
 import psutil
 import pytest
 
-from flows.server import start_server
 from hardware.pools import local_pools, pool_for
-from tasks.services import Supervisor
+from tasks.services import free_port
 from tasks.store import Store
 from tests.integration.cli import Outcome, rollart
 
@@ -76,16 +76,30 @@ class Api:
         return {"PREFECT_API_URL": self.url, "PREFECT_HOME": str(self.home / "prefect")}
 
     def get(self, path: str) -> Any:
-        return httpx.get(f"{self.url}/{path}", timeout=30).raise_for_status().json()
+        return self._request("GET", path).json()
 
     def post(self, path: str, body: Any = None) -> Any:
-        return httpx.post(f"{self.url}/{path}", json=body or {}, timeout=30).raise_for_status().json()
+        return self._request("POST", path, body or {}).json()
 
     def patch(self, path: str, body: Any) -> None:
-        httpx.patch(f"{self.url}/{path}", json=body, timeout=30).raise_for_status()
+        self._request("PATCH", path, body)
 
     def delete(self, path: str) -> None:
-        httpx.delete(f"{self.url}/{path}", timeout=30).raise_for_status()
+        self._request("DELETE", path)
+
+    def _request(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """As a client is to: a server on SQLite answers 503 while another transaction writes."""
+        while True:
+            answer = httpx.request(method, f"{self.url}/{path}", json=body, timeout=90)
+            if answer.status_code != 503:
+                return answer.raise_for_status()
+            time.sleep(0.5)
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
 
     def everything(self) -> dict[str, Any]:
         """All objects with all their fields, timestamps too. Some lists are sets, whose order means nothing."""
@@ -115,17 +129,23 @@ def actions(outcome: Outcome) -> set[str]:
 
 @contextlib.contextmanager
 def server(home: Path, database: str = "sqlite") -> Iterator[Api]:
-    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREFECT_HOME", str(home / "prefect"))
-        patch.setenv("PREFECT_API_URL", "")  # start_server sets it; here it is put back afterwards
+    """`prefect server start` on a database of its own."""
+    with contextlib.ExitStack() as stack:
+        api = Api(f"http://127.0.0.1:{(port := free_port())}/api", home)
+        env = {**os.environ, **api.env, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
         if database == "postgres":
             from tests.integration.postgres import postgres
 
-            url = stack.enter_context(postgres(home))
-            patch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", url)
-        supervisor = Supervisor(home / "server")
-        stack.callback(supervisor.stop)
-        yield Api(start_server(supervisor), home)
+            env["PREFECT_API_DATABASE_CONNECTION_URL"] = stack.enter_context(postgres(home))
+        log = stack.enter_context((home / "server.log").open("w"))
+        command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)]
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        stack.callback(process.wait, 30)
+        stack.callback(os.killpg, process.pid, signal.SIGKILL)
+        wait(api.answers, 280, f"the server; its log is {log.name}")
+        yield api
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +354,18 @@ def test_only_the_pools_of_a_set_are_removed_and_what_all_share_goes_last(api: A
     assert api.deployments() == DEPLOYMENTS - {"serve-reward/serve-reward"}
     assert api.names("block_documents") == {"rollart-key"}
     assert actions(api.rollart("undeploy", "--pools", "local")) == {"remove"}
+
+
+def test_an_automation_made_twice_by_a_lost_answer_is_one_again_and_then_none(api: Api) -> None:
+    api.rollart("deploy")
+    (made,) = api.post("automations/filter")
+    parts = ("name", "description", "trigger", "actions")
+    api.post("automations/", {part: made[part] for part in parts})
+    assert "made more than once" in api.rollart("deploy").out
+    assert len(api.post("automations/filter")) == 1
+    api.post("automations/", {part: made[part] for part in parts})
+    api.rollart("undeploy")
+    assert api.post("automations/filter") == []
 
 
 def test_prefect_deploy_works_on_pools_that_exist_and_deploy_takes_its_deployments_over(api: Api) -> None:
