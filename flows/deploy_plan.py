@@ -331,9 +331,10 @@ def step_to(thing: Thing, found: Found | None, made: bool) -> Step:
         return Step(*thing.key, "unchanged", thing.about, found=found)
     adopted = _check_ours(thing, found, made)
     changed = differences(thing, found)
-    if not changed:
+    notes = ["made by prefect deploy"] * adopted + ["made more than once"] * bool(found.get("again"))
+    if not changed and not notes:
         return Step(*thing.key, "unchanged", thing.about, found=found)
-    detail = f"{'made by prefect deploy; ' if adopted else ''}{', '.join(changed)}"
+    detail = "; ".join([*notes, *([", ".join(changed)] if changed else [])])
     return Step(*thing.key, "update", detail, {key: thing.body[key] for key in changed}, found)
 
 

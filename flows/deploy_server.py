@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import httpx
 
-from flows.deploy_plan import Found, Kind, Made, Step, merged_schedules
+from flows.deploy_plan import Found, Kind, Made, Step, is_marked, merged_schedules
 from flows.server import answering_api
 from tasks.errors import UserError
 
@@ -73,9 +73,14 @@ class Server:
     def find(self, kind: Kind, name: str) -> Found | None:
         """The object of that name, or None."""
         if kind == "automation":
-            named = {"automations": {"name": {"any_": [name]}}}
-            return next(iter(self.request("POST", "/automations/filter", named)), None)
+            return self._automation(name)
         return self.get(_path(_ROUTES[kind].find, kind, name))
+
+    def _automation(self, name: str) -> Found | None:
+        """Names of automations are not unique: one whose answer got lost is made again by the client's retry."""
+        named = self.request("POST", "/automations/filter", {"automations": {"name": {"any_": [name]}}})
+        first, again = next(iter(named), None), [found["id"] for found in named[1:] if is_marked(found)]
+        return {**first, "again": again} if first and again else first
 
     def get(self, path: str) -> Found | None:
         """What is at `path`; None if nothing is."""
@@ -95,6 +100,9 @@ class Server:
 
     def apply(self, step: Step) -> None:
         """Do what a step says."""
+        if step.action in ("update", "remove"):
+            for twin in (step.found or {}).get("again", ()):
+                self.request("DELETE", f"/automations/{twin}")
         if step.action == "create":
             self._create(step)
         elif step.action == "update":

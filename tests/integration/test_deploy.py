@@ -7,6 +7,7 @@ import http.server
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,9 +20,8 @@ import httpx
 import psutil
 import pytest
 
-from flows.server import start_server
 from hardware.pools import local_pools, pool_for
-from tasks.services import Supervisor
+from tasks.services import free_port
 from tasks.store import Store
 from tests.integration.cli import Outcome, rollart
 
@@ -56,7 +56,7 @@ class Api:
         self.url, self.home = url, home
 
     def rollart(self, *arguments: str, **env: str) -> Outcome:
-        return rollart(*arguments, home=self.home, env={**self.env, **env}, timeout=120)
+        return rollart(*arguments, home=self.home, env={**self.env, **env}, timeout=240)
 
     def prefect(self, *arguments: str, timeout: float = 280, env: dict[str, str] | None = None) -> str:
         done = subprocess.run(
@@ -76,13 +76,30 @@ class Api:
         return {"PREFECT_API_URL": self.url, "PREFECT_HOME": str(self.home / "prefect")}
 
     def get(self, path: str) -> Any:
-        return httpx.get(f"{self.url}/{path}", timeout=30).raise_for_status().json()
+        return self._request("GET", path).json()
 
     def post(self, path: str, body: Any = None) -> Any:
-        return httpx.post(f"{self.url}/{path}", json=body or {}, timeout=30).raise_for_status().json()
+        return self._request("POST", path, body or {}).json()
 
     def patch(self, path: str, body: Any) -> None:
-        httpx.patch(f"{self.url}/{path}", json=body, timeout=30).raise_for_status()
+        self._request("PATCH", path, body)
+
+    def delete(self, path: str) -> None:
+        self._request("DELETE", path)
+
+    def _request(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """As a client is to: a server on SQLite answers 503 while another transaction writes."""
+        while True:
+            answer = httpx.request(method, f"{self.url}/{path}", json=body, timeout=90)
+            if answer.status_code != 503:
+                return answer.raise_for_status()
+            time.sleep(0.5)
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
 
     def everything(self) -> dict[str, Any]:
         """All objects with all their fields, timestamps too. Some lists are sets, whose order means nothing."""
@@ -112,99 +129,120 @@ def actions(outcome: Outcome) -> set[str]:
 
 @contextlib.contextmanager
 def server(home: Path, database: str = "sqlite") -> Iterator[Api]:
-    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREFECT_HOME", str(home / "prefect"))
-        patch.setenv("PREFECT_API_URL", "")  # start_server sets it; here it is put back afterwards
+    """`prefect server start` on a database of its own."""
+    with contextlib.ExitStack() as stack:
+        api = Api(f"http://127.0.0.1:{(port := free_port())}/api", home)
+        env = {**os.environ, **api.env, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
         if database == "postgres":
             from tests.integration.postgres import postgres
 
-            url = stack.enter_context(postgres(home / "postgres"))
-            patch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", url)
-        supervisor = Supervisor(home / "server")
-        stack.callback(supervisor.stop)
-        yield Api(start_server(supervisor), home)
+            env["PREFECT_API_DATABASE_CONNECTION_URL"] = stack.enter_context(postgres(home))
+        log = stack.enter_context((home / "server.log").open("w"))
+        command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)]
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        stack.callback(process.wait, 30)
+        stack.callback(os.killpg, process.pid, signal.SIGKILL)
+        wait(api.answers, 280, f"the server; its log is {log.name}")
+        yield api
 
 
-@pytest.fixture(scope="module", params=DATABASES)
-def fresh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """A server with nothing on it, for each database."""
-    with server(tmp_path_factory.mktemp(request.param), request.param) as api:
+@pytest.fixture(scope="module")
+def sqlite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with server(tmp_path_factory.mktemp("sqlite")) as api:
         yield api
 
 
 @pytest.fixture
-def api(fresh: Api) -> Iterator[Api]:
-    """An empty server, which every test leaves empty."""
-    yield fresh
-    assert fresh.rollart("undeploy").code == 0
-    assert {kind: found for kind in LISTS if (found := fresh.post(f"{kind}/filter"))} == {}
+def api(sqlite: Api) -> Iterator[Api]:
+    """An empty server; what a test deployed is undeployed, and its runs are deleted with their flows."""
+    yield sqlite
+    for flow in sqlite.post("flows/filter"):
+        sqlite.delete(f"flows/{flow['id']}")
+    if sqlite.names("variables"):
+        assert sqlite.rollart("undeploy").code == 0
+    assert {kind: found for kind in LISTS if (found := sqlite.post(f"{kind}/filter"))} == {}
 
 
-@pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """A server on which `rollart deploy` ran, for what only looks at it."""
-    with server(tmp_path_factory.mktemp("deployed")) as api:
-        assert api.rollart("deploy").code == 0
-        yield api
+@pytest.fixture(params=DATABASES)
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Api]:
+    """A server for each database."""
+    if request.param == "sqlite":
+        yield request.getfixturevalue("sqlite")
+    else:
+        with server(tmp_path, request.param) as api:
+            yield api
 
 
 # What is made
 
 
-def test_everything_is_there_after_deploy(deployed: Api) -> None:
+def test_a_second_deploy_changes_nothing_and_undeploy_leaves_a_server_as_it_was(either: Api) -> None:
+    with others(either):
+        before = either.everything()
+        assert actions(either.rollart("deploy", "--team", "research=4", "--team", "product=2")) == {
+            "create",
+            "update",
+        }
+        made = either.everything()
+        assert all(made[kind] != before[kind] for kind in LISTS)
+        again = either.rollart("deploy", "--team", "research=4", "--team", "product=2")
+        assert actions(again) == {"unchanged"}
+        assert either.everything() == made
+        assert actions(either.rollart("undeploy", "--dry-run")) == {"remove"}
+        assert either.everything() == made
+        assert actions(either.rollart("undeploy")) == {"remove"}
+        assert either.everything() == before
+
+
+def test_everything_is_there_after_deploy(api: Api) -> None:
+    assert actions(api.rollart("deploy", "--dry-run")) == {"create", "update"}
+    assert {kind for kind in LISTS if api.post(f"{kind}/filter")} == set()
+    done = api.rollart("deploy", "--team", "research=4")
     pools = local_pools()
     for pool in pools:
-        stands = deployed.get(f"work_pools/{pool.name}")
+        stands = api.get(f"work_pools/{pool.name}")
         assert (stands["type"], stands["concurrency_limit"]) == ("process", 4 * pool.slots + 4)
-        queues = deployed.post(f"work_pools/{pool.name}/queues/filter")
-        assert {queue["name"]: queue["priority"] for queue in queues} == {"high": 1, "default": 10}
-    limits = {found["name"]: found["limit"] for found in deployed.post("v2/concurrency_limits/filter")}
+        queues = api.post(f"work_pools/{pool.name}/queues/filter")
+        assert {queue["name"]: queue["priority"] for queue in queues} == {
+            "high": 1,
+            "research": 2,
+            "default": 10,
+        }
+    limits = {found["name"]: found["limit"] for found in api.post("v2/concurrency_limits/filter")}
     assert limits == {"rollart-gpu-compute": 1, "rollart-gpu-bandwidth": 1}
-    assert deployed.deployments() == DEPLOYMENTS
-    train = deployed.get("deployments/name/train/train")
+    assert api.deployments() == DEPLOYMENTS
+    train = api.get("deployments/name/train/train")
     assert train["work_pool_name"] == pool_for("control", pools).name == "cpu-env"
     assert train["tags"] == ["stage:control", "pool:cpu-env", "hardware:cpu"]
     assert [(schedule["slug"], schedule["active"]) for schedule in train["schedules"]] == [("nightly", False)]
     (step,) = train["pull_steps"]
     assert step["prefect.deployments.steps.set_working_directory"]["directory"] == str(ROOT)
-    assert deployed.names("automations") == {"rollart: runs without heartbeat are crashed"}
-    assert deployed.names("block_documents") == {"rollart-key"}
-
-
-def test_a_run_with_wrong_parameters_is_refused_by_the_deployment(deployed: Api) -> None:
-    train = deployed.get("deployments/name/train/train")
-    url = f"{deployed.url}/deployments/{train['id']}/create_flow_run"
+    assert api.names("automations") == {"rollart: runs without heartbeat are crashed"}
+    url = f"{api.url}/deployments/{train['id']}/create_flow_run"
     assert httpx.post(url, json={"parameters": {"config": 3}}, timeout=30).status_code == 409
-
-
-def test_deploy_prints_a_plan_before_and_a_table_after_and_never_the_key(api: Api) -> None:
-    done = api.rollart("deploy", "--team", "research=4")
     plan, table = done.out.split("\n\n")
     assert "  create  work pool   cpu-env " in plan
     assert "30 to create, 4 to update" in plan
     row = next(line for line in table.splitlines() if line.startswith("gpu-compute"))
     assert row.split("  ")[-2:] == ["high, research (4 at once), default", "serve-trainer, warm-start"]
-    key = api.post("block_documents/filter", {"include_secrets": True})[0]["data"]["value"]
-    assert len(key) >= 32
-    assert key not in done.out + done.err
+    (block,) = api.post("block_documents/filter", {"include_secrets": True})
+    assert block["name"] == "rollart-key"
+    assert len(block["data"]["value"]) >= 32
+    assert block["data"]["value"] not in done.out + done.err
 
 
-def test_a_second_deploy_changes_nothing(api: Api) -> None:
-    first = api.rollart("deploy", "--team", "research=4", "--team", "product=2")
-    assert actions(first) == {"create", "update"}
-    before = api.everything()
-    assert actions(api.rollart("deploy", "--team", "research=4", "--team", "product=2")) == {"unchanged"}
-    assert api.everything() == before
-
-
-def test_a_dry_run_changes_nothing(api: Api) -> None:
-    before = api.everything()
-    assert actions(api.rollart("deploy", "--dry-run")) == {"create", "update"}
-    assert api.everything() == before
-    api.rollart("deploy")
-    before = api.everything()
-    assert actions(api.rollart("undeploy", "--dry-run")) == {"remove"}
-    assert api.everything() == before
+def test_the_production_set_stands_on_kubernetes_pools_whose_jobs_check_their_pod(api: Api) -> None:
+    assert api.rollart("deploy", "--pools", "production").code == 0
+    assert {found["type"] for found in api.post("work_pools/filter")} == {"kubernetes"}
+    engine = api.get("deployments/name/serve-engine/serve-engine")
+    assert "hardware:8xh20" in engine["tags"]
+    assert [next(iter(step)) for step in engine["pull_steps"]] == ["flows.worker.enter"]
+    assert actions(api.rollart("deploy", "--pools", "production")) == {"unchanged"}
+    other = api.rollart("deploy")
+    assert other.code == 2
+    assert "is of type kubernetes, not process" in other.err
 
 
 def test_what_drifted_is_set_back_and_what_a_person_switched_stays(api: Api) -> None:
@@ -217,9 +255,8 @@ def test_what_drifted_is_set_back_and_what_a_person_switched_stays(api: Api) -> 
     api.patch("v2/concurrency_limits/rollart-gpu-compute", {"limit": 9})
     api.patch("work_pools/cpu-env/queues/research", {"is_paused": True})
     done = api.rollart("deploy", "--team", "research=5")
-    assert "0 to create" not in done.out
     updates = [line.split() for line in done.out.splitlines() if line.startswith("  update")]
-    assert len(updates) == 3 + len(local_pools())
+    assert len(updates) == 3 + len(local_pools()), done.out
     train = api.get("deployments/name/train/train")
     assert train["tags"] == ["stage:control", "pool:cpu-env", "hardware:cpu"]
     assert (train["paused"], train["schedules"][0]["active"]) == (True, True)
@@ -232,17 +269,8 @@ def test_what_drifted_is_set_back_and_what_a_person_switched_stays(api: Api) -> 
 # What others made
 
 
-def test_undeploy_leaves_a_server_as_it_was(api: Api, tmp_path: Path) -> None:
-    with others(api, tmp_path):
-        before = api.everything()
-        api.rollart("deploy", "--team", "research=4")
-        assert api.everything() != before
-        assert actions(api.rollart("undeploy")) == {"remove"}
-        assert api.everything() == before
-
-
 @contextlib.contextmanager
-def others(api: Api, folder: Path) -> Iterator[None]:
+def others(api: Api) -> Iterator[None]:
     """What somebody else has on the server: one object of every kind."""
     flow = api.post("flows/", {"name": "theirs"})
     api.post("work_pools/", {"name": "theirs", "type": "process"})
@@ -263,7 +291,7 @@ def others(api: Api, folder: Path) -> Iterator[None]:
             "v2/concurrency_limits/theirs",
             "variables/name/theirs",
         ):
-            httpx.delete(f"{api.url}/{path}", timeout=30).raise_for_status()
+            api.delete(path)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +316,7 @@ def test_a_thing_of_the_same_name_stops_deploy_before_anything_is_changed(
     assert f"{named}: exists, and rollart deploy did not make it; nothing was changed" in done.err
     assert api.rollart("undeploy").code == 0
     assert api.everything() == before
-    httpx.delete(f"{api.url}/{remove}", timeout=30).raise_for_status()
+    api.delete(remove)
 
 
 def test_undeploy_keeps_what_others_use_by_now_until_they_do_not(api: Api) -> None:
@@ -312,11 +340,9 @@ def test_undeploy_keeps_what_others_use_by_now_until_they_do_not(api: Api) -> No
     ]
     assert api.names("work_pools") == {"cpu-env", "gpu-compute"}
     assert api.get(f"flow_runs/{run['id']}")["state_type"] == "FAILED"
-    httpx.delete(f"{api.url}/flows/{flow['id']}", timeout=30).raise_for_status()
-    httpx.delete(f"{api.url}/work_pools/cpu-env/queues/theirs", timeout=30).raise_for_status()
+    api.delete(f"flows/{flow['id']}")
+    api.delete("work_pools/cpu-env/queues/theirs")
     assert actions(api.rollart("undeploy")) == {"remove"}
-    train = api.get("flows/name/train")
-    httpx.delete(f"{api.url}/flows/{train['id']}", timeout=30).raise_for_status()
 
 
 def test_only_the_pools_of_a_set_are_removed_and_what_all_share_goes_last(api: Api, tmp_path: Path) -> None:
@@ -328,6 +354,18 @@ def test_only_the_pools_of_a_set_are_removed_and_what_all_share_goes_last(api: A
     assert api.deployments() == DEPLOYMENTS - {"serve-reward/serve-reward"}
     assert api.names("block_documents") == {"rollart-key"}
     assert actions(api.rollart("undeploy", "--pools", "local")) == {"remove"}
+
+
+def test_an_automation_made_twice_by_a_lost_answer_is_one_again_and_then_none(api: Api) -> None:
+    api.rollart("deploy")
+    (made,) = api.post("automations/filter")
+    parts = ("name", "description", "trigger", "actions")
+    api.post("automations/", {part: made[part] for part in parts})
+    assert "made more than once" in api.rollart("deploy").out
+    assert len(api.post("automations/filter")) == 1
+    api.post("automations/", {part: made[part] for part in parts})
+    api.rollart("undeploy")
+    assert api.post("automations/filter") == []
 
 
 def test_prefect_deploy_works_on_pools_that_exist_and_deploy_takes_its_deployments_over(api: Api) -> None:
@@ -353,6 +391,12 @@ def test_a_failed_training_run_is_reported_to_the_block_and_others_are_not(api: 
         try:
             assert actions(api.rollart("deploy", "--notify", "custom-webhook/ops")) == {"create", "update"}
             assert actions(api.rollart("deploy", "--notify", "custom-webhook/ops")) == {"unchanged"}
+            for wrong, problem in {
+                "custom-webhook/nope": "has no block",
+                "ops": "has no block",
+                "secret/rollart-key": "is no notification block",
+            }.items():
+                assert problem in api.rollart("deploy", "--notify", wrong).err
             engine = fail(api, "serve-engine/serve-engine", {"run": "r", "name": "engine-0"})
             train = fail(api, "train/train", {"config": "smoke"})
             wait(lambda: received, 30, "a notification")
@@ -360,10 +404,7 @@ def test_a_failed_training_run_is_reported_to_the_block_and_others_are_not(api: 
             assert [train["name"] in text and "the disk is full" in text for text in received] == [True]
             assert engine["name"] not in received[0]
         finally:
-            api.rollart("undeploy")
-            httpx.delete(f"{api.url}/block_documents/{block}", timeout=30).raise_for_status()
-            for flow in api.post("flows/filter"):
-                httpx.delete(f"{api.url}/flows/{flow['id']}", timeout=30).raise_for_status()
+            api.delete(f"block_documents/{block}")
 
 
 def made_block(api: Api, url: str) -> str:
@@ -409,21 +450,6 @@ def wait(condition: Callable[[], Any], seconds: float, what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
         time.sleep(0.3)
-
-
-@pytest.mark.parametrize(
-    ("block", "problem"),
-    [
-        ("custom-webhook/nope", "has no block"),
-        ("ops", "has no block"),
-        ("secret/rollart-key", "no notification"),
-    ],
-)
-def test_a_wrong_block_is_refused(deployed: Api, block: str, problem: str) -> None:
-    done = deployed.rollart("deploy", "--notify", block)
-    assert done.code == 2
-    assert "--notify" in done.err
-    assert problem in done.err
 
 
 # Bad input
@@ -476,12 +502,10 @@ def test_a_worker_is_welcome_on_a_machine_with_what_its_pool_says(tmp_path: Path
     assert "3 x H20 with 96 GiB, but it has 2 x NVIDIA H20 (96 GiB)" in done.err
 
 
-def test_a_worker_of_a_pool_that_the_server_does_not_have_is_told_to_deploy(
-    deployed: Api, tmp_path: Path
-) -> None:
+def test_a_worker_of_a_pool_that_the_server_does_not_have_is_told_to_deploy(api: Api, tmp_path: Path) -> None:
     pools = tmp_path / "pools.toml"
     pools.write_text("[[pools]]\nname = 'new'\nrole = 'environment'\n")
-    done = deployed.rollart("worker", "new", "--pools", str(pools))
+    done = api.rollart("worker", "new", "--pools", str(pools))
     assert done.code == 2
     assert "has no work pool 'new'" in done.err
     assert "rollart deploy" in done.err
@@ -501,38 +525,37 @@ def probe(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_crashed_and_one_of_another_pool_is_not_touched(
-    deployed: Api, tmp_path: Path
-) -> None:
+def test_a_killed_run_is_crashed_and_one_of_another_pool_is_not_touched(api: Api, tmp_path: Path) -> None:
     """The worker hands the key to its jobs, which tell that they live; both are killed, and nobody can say so."""
+    api.rollart("deploy")
     (tmp_path / "probe.py").write_text(PROBE)
     started = tmp_path / "started"
-    run, other = (probe_run(deployed, tmp_path, tag) for tag in ("pool:cpu-env", "pool:theirs"))
+    run, other = (probe_run(api, tmp_path, tag) for tag in ("pool:cpu-env", "pool:theirs"))
     worker = subprocess.Popen(
         [sys.executable, "-m", "flows.cli", "worker", "cpu-env", "--name", "test"],
         cwd=tmp_path,
-        env={**os.environ, **deployed.env, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **api.env, "PYTHONPATH": str(ROOT)},
         stdout=(tmp_path / "worker.log").open("w"),
         stderr=subprocess.STDOUT,
     )
     try:
         wait(
-            lambda: all(state(deployed, each) == "RUNNING" for each in (run, other)),
+            lambda: all(state(api, each) == "RUNNING" for each in (run, other)),
             120,
             "two running probes",
         )
         wait(started.exists, 30, "a probe's word")
         assert int(started.read_text().split()[1]) >= 32
-        table = deployed.rollart("deploy").out
+        table = api.rollart("deploy").out
         assert next(line for line in table.splitlines() if line.startswith("cpu-env")).split()[5] == "1"
         time.sleep(5)  # the first heartbeat is on its way
     finally:
         for process in [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]:
             process.kill()
         worker.wait()
-    wait(lambda: state(deployed, run) == "CRASHED", 180, "the killed run to be marked as crashed")
-    assert "No heartbeat for 90 s" in deployed.get(f"flow_runs/{run}")["state"]["message"]
-    assert state(deployed, other) == "RUNNING"
+    wait(lambda: state(api, run) == "CRASHED", 180, "the killed run to be marked as crashed")
+    assert "No heartbeat for 90 s" in api.get(f"flow_runs/{run}")["state"]["message"]
+    assert state(api, other) == "RUNNING"
 
 
 def probe_run(api: Api, folder: Path, tag: str) -> str:
@@ -591,18 +614,19 @@ def test_prepare_of_a_wrong_configuration_writes_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_worker_trains_a_prepared_run_to_its_end(deployed: Api, tmp_path: Path) -> None:
+def test_a_worker_trains_a_prepared_run_to_its_end(api: Api, tmp_path: Path) -> None:
     prepared = rollart("train", "smoke", "--prepare", "--name", "tiny", *TINY_RUN, home=tmp_path, timeout=60)
+    api.rollart("deploy")
     command = prepared.out.strip().splitlines()[-1].split()
     assert command[0] == "prefect"
-    deployed.prefect(*command[1:])
+    api.prefect(*command[1:])
     env = {"ROLLART_HOME": str(tmp_path / "home")}
-    deployed.prefect("worker", "start", "--pool", "cpu-env", "--run-once", timeout=550, env=env)
+    api.prefect("worker", "start", "--pool", "cpu-env", "--run-once", timeout=550, env=env)
     store = Store(str(tmp_path / "runs" / "tiny"))
     assert store.read_json("status.json")["status"] == "finished"
     assert store.manifest("weights/1") is not None
-    train = deployed.get("deployments/name/train/train")
+    train = api.get("deployments/name/train/train")
     query = {"deployments": {"id": {"any_": [train["id"]]}}, "sort": "START_TIME_DESC"}
-    newest = deployed.post("flow_runs/filter", query)[0]
+    newest = api.post("flow_runs/filter", query)[0]
     assert newest["name"] == "train-tiny" or newest["parameters"]["run"] == store.uri
     assert newest["state_type"] == "COMPLETED"

@@ -235,6 +235,13 @@ def test_an_interrupted_deploy_knows_its_own_by_the_mark(things: list[Thing]) ->
     assert {steps[key].action for key in server} == {"unchanged"}
 
 
+def test_an_automation_that_a_lost_answer_had_made_twice_is_made_one_again(things: list[Thing]) -> None:
+    server, key = standing(things), ("automation", deploy_plan.CRASHED)
+    server[key]["again"] = ["x"]
+    step = plan(things, server)[key]
+    assert (step.action, step.detail, step.body) == ("update", "made more than once", {})
+
+
 def test_flows_and_the_key_are_used_whoever_made_them(things: list[Thing]) -> None:
     server = {key: {"id": "x"} for key in standing(things) if key[0] in ("flow", "secret")}
     steps = plan(things, server, made=set())
