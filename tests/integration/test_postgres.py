@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
-from tasks.services import free_port
+from tasks.services import end_processes, free_port
 from tests.integration.postgres import postgres
 
 TEMPLATES = Path(__file__).parents[2] / "deployments/kubernetes"
@@ -35,11 +35,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
             wait_until_healthy(client["PREFECT_API_URL"], process, folder / "log")
             yield client
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(20)
-            finally:
-                os.killpg(process.pid, signal.SIGKILL)
+            if process.poll() is None:
+                end_processes([psutil.Process(process.pid)], grace_s=20)
 
 
 def wait_until_healthy(api: str, process: subprocess.Popen[bytes], log: Path) -> None:
