@@ -207,10 +207,8 @@ def _note_change(context: RunContext, before: Registration, now: Registration) -
     if now.kind == "environments" and now.started_at != before.started_at and context.dask is not None:
         _hear_of_cancelled(context)
     if now.status != before.status or (now.detail != before.detail and now.kind != "trainer"):
-        first_start = before.status == now.status == "starting" and now.detail.startswith(
-            ("starting", "the vLLM")
-        )
-        well = now.status == "ready" or first_start
+        problem = now.detail.startswith(("restarting", "version "))  # the agent's words
+        well = now.status in ("ready", "starting") and not problem
         log = get_run_logger().info if well else get_run_logger().warning
         log("%s is %s: %s", now.name, now.status, now.detail)
 

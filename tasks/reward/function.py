@@ -113,13 +113,13 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
     key, log = run_key(store), str(work_folder(store) / "logs" / f"{NAME}.log")
     pool = pool_for("reward", config.pools).name
-    server = RewardServer((listen_host(), free_port()), config, key)
+    port = int(os.environ.get("PORT", 0)) or free_port()  # a serverless platform says where it will call
+    server = RewardServer((listen_host(), port), config, key)
     registrar = Registrar(store, Registration(NAME, NAME, pool, log=log, key=fingerprint(key)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     registrar.measure = lambda: {"waves": server.waves()}
-    host, port = server.server_address[:2]
     rewards = ", ".join(sorted({task.reward for task in config.tasks}))
-    registrar.update(status="ready", address=f"http://{host!s}:{port}", detail=f"scores {rewards}")
+    registrar.update(status="ready", address=f"http://{listen_host()}:{port}", detail=f"scores {rewards}")
     stop.wait()
     server.shutdown()
     registrar.close()
