@@ -1,7 +1,8 @@
 """A place on a pool's accelerators: runs queue for it instead of fighting.
 
 The place is one slot of the global concurrency limit `rollart-<pool>`, which `rollart deploy` creates. It is held by
-a lease that has to be renewed, so that it is free again soon after its holder was killed.
+a lease that has to be renewed, so that it is free again soon after its holder was killed; at once, if the same service
+of the same run is started again, which finds the lease of its predecessor in the store.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from uuid import UUID
 
 import httpx
 from prefect import get_client
+from prefect.client.orchestration import PrefectClient
 
 from hardware.pools import Pool
+from tasks.store import Store, layout
 
 LEASE_S = 60.0  # the shortest that Prefect allows
 RENEW_S = 15.0
@@ -27,10 +30,13 @@ def limit_name(pool: Pool) -> str:
 
 
 @contextlib.asynccontextmanager
-async def accelerator_slot(pool: Pool, waiting: Callable[[str], Awaitable[None]]) -> AsyncIterator[None]:
-    """Hold one place on `pool`; `waiting` is told, once, if it is not to be had at once."""
+async def accelerator_slot(
+    pool: Pool, store: Store, service: str, waiting: Callable[[str], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Hold one place on `pool` for a service of a run; `waiting` is told, once, if it is not to be had at once."""
     name, told = limit_name(pool), False
     async with get_client() as client:
+        await _release(client, await asyncio.to_thread(_kept_lease, store, service))
         while True:
             try:
                 answer = await client.increment_concurrency_slots_with_lease(
@@ -45,13 +51,27 @@ async def accelerator_slot(pool: Pool, waiting: Callable[[str], Awaitable[None]]
                 await waiting(f"waiting for a place on pool {pool.name}: limit {name} is taken by other runs")
             await asyncio.sleep(ASK_S)
         lease = UUID(answer.json()["lease_id"])
+        await asyncio.to_thread(store.write_json, layout.lease(service), {"lease": str(lease)})
         renewal = asyncio.create_task(_renew(lease))
         try:
             yield
         finally:
             renewal.cancel()
-            with contextlib.suppress(httpx.HTTPError):
-                await client.release_concurrency_slots_with_lease(lease)
+            await _release(client, lease)
+
+
+def _kept_lease(store: Store, service: str) -> UUID | None:
+    """What an earlier process of this service held; it has ended, or this one would not have been started."""
+    try:
+        return UUID(store.read_json(layout.lease(service))["lease"])
+    except FileNotFoundError:
+        return None
+
+
+async def _release(client: PrefectClient, lease: UUID | None) -> None:
+    if lease is not None:
+        with contextlib.suppress(httpx.HTTPError):  # it has run out, or the server is away and it will
+            await client.release_concurrency_slots_with_lease(lease)
 
 
 async def _renew(lease: UUID) -> None:

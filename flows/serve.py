@@ -101,7 +101,7 @@ class _Host:
 
     async def _serve(self) -> str:
         if self.pool.role in ("train", "rollout"):
-            async with accelerator_slot(self.pool, self._waiting):
+            async with accelerator_slot(self.pool, self.store, self.name, self._waiting):
                 return await self._host()
         return await self._host()
 

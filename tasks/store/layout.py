@@ -45,6 +45,11 @@ def service_log(name: str) -> str:
     return f"services/{name}.log"
 
 
+def lease(name: str) -> str:
+    """The lease of a service's place on its pool's accelerators."""
+    return f"services/{name}.lease"
+
+
 def access(name: str) -> str:
     """What a client needs to reach a service, sealed with the run's key."""
     return f"services/{name}.sealed"
