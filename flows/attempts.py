@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 from prefect import get_client
@@ -18,6 +18,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
 from prefect.states import AwaitingRetry
+from prefect.utilities import engine
 
 WATCH_S = 2.0
 _STRIDE = 1_000_000  # more subflows than an attempt has
@@ -43,18 +44,29 @@ def renew() -> None:
         context.__dict__["task_run_dynamic_keys"] = _Keys(context.flow_run.run_count * _STRIDE)
 
 
-@contextlib.contextmanager
-def ended_by_signal() -> Iterator[None]:
-    """Have a terminate signal end the work of this flow in order, where a worker started it."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    if task is None or not _deployed():
-        yield
-        return
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        yield
-    finally:
-        loop.add_signal_handler(signal.SIGTERM, lambda: None)  # it ends already
+def ended_by_signal() -> None:
+    """Have a terminate signal cancel the calling task, once, so that it ends in order, where a worker started it."""
+    task = asyncio.current_task()
+    if task is not None and _deployed():
+        on_terminate(task.cancel)
+
+
+def on_terminate(act: Callable[[], Any]) -> None:
+    """Call `act` in this event loop at the first terminate signal, instead of Prefect's own answer.
+
+    That raises an exception wherever the main thread is, also inside the event loop, and every subflow puts it in
+    place again unless it is there already: so this takes its place in Prefect as well.
+    """
+    loop = asyncio.get_running_loop()
+    told: list[bool] = []
+
+    def handle(*_: object) -> None:
+        if not told and not loop.is_closed():
+            told.append(True)
+            loop.call_soon_threadsafe(act)
+
+    engine._prefect_sigterm_handler = handle  # type: ignore[assignment]
+    signal.signal(signal.SIGTERM, handle)
 
 
 async def watch_pause() -> None:

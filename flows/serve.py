@@ -8,7 +8,6 @@ paused, failed or gone leaves its services for `services_grace_s`, in which a re
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 import tomllib
 from collections.abc import Callable, Coroutine
@@ -20,6 +19,7 @@ from prefect.runtime import flow_run
 from prefect.states import Crashed
 
 from flows.accelerator_slot import accelerator_slot
+from flows.attempts import on_terminate
 from hardware.pools import pool_for
 from tasks.commands import STAGE, service_command
 from tasks.config import RunConfig, parse_config
@@ -84,7 +84,7 @@ class _Host:
     async def serve(self) -> Any:
         """Host the service until the run ends or lets it go; a terminate signal is a preemption."""
         stopped = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+        on_terminate(stopped.set)
         with tags(f"stage:{STAGE[self.kind]}", *self.pool.prefect_tags):
             work = asyncio.ensure_future(self._serve())
             await asyncio.wait(

@@ -66,7 +66,8 @@ async def in_session(run: str, endpoint_url: str | None, work: Work, *, training
         if context.pools is not None:
             await asyncio.to_thread(context.pools.open, training)
         await attempts.label(*context.tags)
-        with tags(*context.tags), _heard(context), attempts.ended_by_signal():
+        attempts.ended_by_signal()
+        with tags(*context.tags), _heard(context):
             return await _guarded(context, work, training)
 
 
