@@ -20,6 +20,7 @@ from flows.server import answering_api
 from tasks.errors import UserError
 
 LEDGER = "rollart_deploy"  # the Prefect variable with the names of what deploy made
+_HUNG = "a server on SQLite can hang when an automation is written (PrefectHQ/prefect issue 23055): restart it, and "
 PAGE = 200  # the most that the API gives at once
 
 
@@ -66,7 +67,7 @@ class Server:
             raise UserError(
                 "PREFECT_API_URL",
                 f"{self.url} stopped to answer ({error!r})",
-                "do it again when it is back: what is done already is left as it is",
+                f"{_HUNG if path.startswith('/automations') else ''}do it again when it is back: what is done stays",
             ) from None
         return answer.json() if answer.content else None
 
