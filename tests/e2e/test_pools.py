@@ -15,6 +15,8 @@ from tests.e2e.machine import batches, check_consumption, versions
 from tests.e2e.site import POOLS, Site
 from tests.integration.postgres import postgres
 
+pytestmark = pytest.mark.slow  # a server, four workers and several whole runs
+
 ITERATIONS, GROUPS = 3, 4
 # service -> its pool, and what it does for each iteration
 SERVICES = {
@@ -25,7 +27,7 @@ SERVICES = {
 }
 
 
-@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     home = tmp_path_factory.mktemp(f"site-{request.param}")
     if request.param == "sqlite":
@@ -153,7 +155,6 @@ def retry(site: Site, flow_run: str) -> None:
     site.run("prefect", "flow-run", "retry", flow_run)
 
 
-@pytest.mark.slow
 def test_a_killed_trainer_fails_the_run_with_its_reason_and_a_retry_goes_on_there(site: Site) -> None:
     flow_run = running(site, "trainer-killed")
     engine = host(site, "trainer-killed", "engine-0")
@@ -176,7 +177,6 @@ def test_a_killed_trainer_fails_the_run_with_its_reason_and_a_retry_goes_on_ther
     ]
 
 
-@pytest.mark.slow
 def test_a_killed_controller_is_retried_with_the_services_that_outlived_it(site: Site) -> None:
     flow_run = running(site, "controller-killed")
     services = {
@@ -191,7 +191,6 @@ def test_a_killed_controller_is_retried_with_the_services_that_outlived_it(site:
     assert {name: host(site, "controller-killed", name)["id"] for name in services} == services
 
 
-@pytest.mark.slow
 def test_a_cancelled_run_ends_its_services_and_goes_on_later(site: Site) -> None:
     flow_run = running(site, "cancelled")
     site.set_state(flow_run, type="CANCELLING", name="Cancelling")
@@ -204,7 +203,6 @@ def test_a_cancelled_run_ends_its_services_and_goes_on_later(site: Site) -> None
     check_consumption(site.store("cancelled"), 4, GROUPS, max_staleness=0)
 
 
-@pytest.mark.slow
 def test_a_paused_run_keeps_its_services_and_goes_on_when_it_is_resumed(site: Site) -> None:
     flow_run = running(site, "paused")
     engine = host(site, "paused", "engine-0")["id"]
@@ -221,7 +219,6 @@ def test_a_paused_run_keeps_its_services_and_goes_on_when_it_is_resumed(site: Si
     assert host(site, "paused", "engine-0")["id"] == engine
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("service", ["trainer", "engine-0", "controller"])
 def test_a_terminate_signal_ends_a_stage_in_order_and_the_run_goes_on(site: Site, service: str) -> None:
     name = f"preempted-{service}"
@@ -235,7 +232,6 @@ def test_a_terminate_signal_ends_a_stage_in_order_and_the_run_goes_on(site: Site
         assert host(site, name, service)["id"] != victim["id"]
 
 
-@pytest.mark.slow
 def test_a_wrong_secret_is_named_and_the_right_one_lets_the_retry_through(site: Site) -> None:
     template = site.get("/work_pools/gpu-bandwidth")["base_job_template"]
     wrong = json.loads(json.dumps(template))
@@ -261,7 +257,6 @@ def end_worker(site: Site, pool: str) -> None:
     worker.wait(60)
 
 
-@pytest.mark.slow
 def test_a_pool_without_a_worker_is_named_within_a_minute(site: Site) -> None:
     end_worker(site, "gpu-compute")
     try:
