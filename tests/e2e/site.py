@@ -155,13 +155,22 @@ class Site:
     # HTTP
 
     def get(self, path: str) -> Any:
-        return self._http.get(path).raise_for_status().json()
+        return self._ask("GET", path).json()
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        return self._http.post(path, json=body).raise_for_status().json()
+        return self._ask("POST", path, body).json()
 
     def patch(self, path: str, body: dict[str, Any]) -> None:
-        self._http.patch(path, json=body).raise_for_status()
+        self._ask("PATCH", path, body)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """As Prefect's clients do: a server on SQLite answers 503 while another transaction writes."""
+        for _ in range(40):
+            answer = self._http.request(method, path, json=body)
+            if answer.status_code != 503:
+                break
+            time.sleep(0.5)
+        return answer.raise_for_status()
 
     def wait(self, true: Callable[[], Any], what: str, timeout: float = 600) -> Any:
         """Wait for a condition; returns what made it true."""
