@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -17,10 +16,12 @@ from distributed import Client, Security
 
 from tasks.config import EnvironmentsConfig, RunConfig, TaskConfig
 from tasks.environments.cluster import connect
+from tasks.errors import UserError
+from tasks.keys import run_key, unseal
 from tasks.rollout.dispatch import MAX_ABANDONED, EpisodeJob, EpisodePool
 from tasks.rollout.slots import Slots
 from tasks.services import PARENT, registered, this_process
-from tasks.store import Store
+from tasks.store import Store, layout
 from tasks.training.policy import publish_policy
 from tasks.trajectory import EpisodeFailure, EpisodeSpec, Trajectory
 
@@ -126,8 +127,11 @@ def test_workers_import_neither_torch_nor_transformers(store):
 
 def test_nobody_without_the_certificate_of_the_run_can_submit(store):
     registration = registered(store, "environments")
-    path = Path(registration.facts["security"])
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    sealed = store.read(layout.access("environments"))
+    assert b"PRIVATE KEY" not in sealed
+    assert "PRIVATE KEY" in unseal(run_key(store), sealed)["keys"]["tls_client_key"]
+    with pytest.raises(UserError):
+        unseal("another key", sealed)
     assert registration.address.startswith("tls://127.0.0.1:")
     for security in (Security.temporary(), None):
         address = registration.address if security else registration.address.replace("tls", "tcp")
@@ -250,4 +254,3 @@ def test_the_service_ends_within_10_s_and_leaves_no_process(tmp_path, monkeypatc
         if number == signal.SIGTERM:
             registration = registered(store, "environments")
             assert process.returncode == 0 and registration.status == "stopped"
-            assert not Path(registration.facts["security"]).exists()
