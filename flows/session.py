@@ -15,7 +15,7 @@ from typing import Any, Literal
 from prefect import get_client, tags
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import State, StateType
-from prefect.exceptions import Pause
+from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Crashed
 from prefect.utilities.urls import url_for
@@ -81,7 +81,7 @@ async def _guarded(context: RunContext, work: Work, training: bool) -> Any:
         result = await _beside_watch(context, work)
         status = "finished"
         return result
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, TerminationSignal):  # the latter from a subflow that was cancelled
         if (this := asyncio.current_task()) is not None:
             this.uncancel()
         status, reason = await attempts.why_stopped()
