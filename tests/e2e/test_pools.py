@@ -195,6 +195,8 @@ def test_a_cancelled_run_ends_its_services_and_goes_on_later(site: Site) -> None
     flow_run = running(site, "cancelled")
     site.set_state(flow_run, type="CANCELLING", name="Cancelling")
     assert site.finish(flow_run)["type"] == "CANCELLED"
+    told = "cancelled successfully"  # the worker's own last word, some seconds after the run's
+    site.wait(lambda: told in (site.state(flow_run)["message"] or ""), "the worker's word", 120)
     for service in ("engine-0", "trainer", "environments", "reward"):
         assert site.finish(host(site, "cancelled", service)["id"], 60)["type"] == "COMPLETED"
     retry(site, flow_run)
