@@ -24,17 +24,12 @@ RENEW_S = 15.0
 ASK_S = 2.0
 
 
-def limit_name(pool: Pool) -> str:
-    """The global concurrency limit of a pool."""
-    return f"rollart-{pool.name}"
-
-
 @contextlib.asynccontextmanager
 async def accelerator_slot(
     pool: Pool, store: Store, service: str, waiting: Callable[[str], Awaitable[None]]
 ) -> AsyncIterator[None]:
     """Hold one place on `pool` for a service of a run; `waiting` is told, once, if it is not to be had at once."""
-    name, told = limit_name(pool), False
+    name, told = pool.limit, False
     async with get_client() as client:
         await _release(client, await asyncio.to_thread(_kept_lease, store, service))
         while True:

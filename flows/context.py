@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flows.progress import Progress
 from hardware.pools import pool_for
-from tasks.config import RunConfig, parse_config
+from tasks.config import RunConfig, stored_config
 from tasks.errors import DeadlineExceeded
 from tasks.reward.client import RewardClient
 from tasks.rollout.ledger import GroupKey, Ledger
 from tasks.rollout.slots import Slots
 from tasks.services import Supervisor
-from tasks.store import Store, layout
+from tasks.store import Store
 from tasks.trajectory import EpisodeFailure, Group, Trajectory
 
 if TYPE_CHECKING:
@@ -80,12 +79,12 @@ class RunContext:
     @property
     def name(self) -> str:
         """The run's name: the last part of its URI."""
-        return self.store.uri.rstrip("/").rsplit("/", 1)[-1]
+        return self.store.name
 
     @property
     def tags(self) -> list[str]:
         """Prefect tags of everything that belongs to the run."""
-        return [f"run:{self.name}", f"model:{Path(self.config.policy.model).name}"]
+        return run_tags(self.name, self.config)
 
     @property
     def groups(self) -> Ledger:
@@ -129,6 +128,11 @@ class RunContext:
             self.spans.append({"lane": lane, "name": name, "start": start, "end": time.time()})
 
 
+def run_tags(name: str, config: RunConfig) -> list[str]:
+    """Prefect tags of everything that belongs to the run of a name."""
+    return [f"run:{name}", f"model:{Path(config.policy.model).name}"]
+
+
 _live: dict[str, RunContext] = {}
 
 
@@ -142,14 +146,13 @@ async def open_context(store: Store, progress: Progress, supervisor: Supervisor)
     """Make the context of the run at `store`, with its tracker; closed again at the end."""
     from tasks.tracking.mlflow_tracker import Tracker
 
-    config = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
-    name = store.uri.rstrip("/").rsplit("/", 1)[-1]
+    config = stored_config(store)
     pools = None
     if config.placement == "pools":
         from flows.pools import PoolServices
 
         pools = PoolServices(store, config, progress.say)
-    context = RunContext(store, config, progress, supervisor, pools, Tracker(config, name, store))
+    context = RunContext(store, config, progress, supervisor, pools, Tracker(config, store.name, store))
     if pools is not None:
         context.rewards = RewardClient(store, config.rollout.wave_deadline_s)
     progress.iterations = config.iterations

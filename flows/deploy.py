@@ -97,10 +97,8 @@ def removal(server: Server, made: Made, only: list[Pool] | None) -> list[Step]:
 
 def _of_pools(standing: dict[Key, Found], pools: list[Pool]) -> dict[Key, Found]:
     """What belongs to these pools; and what all share, if no other pool stands."""
-    from flows.accelerator_slot import limit_name
-
     names = {pool.work_pool for pool in pools}
-    limits = {limit_name(pool) for pool in pools}
+    limits = {pool.limit for pool in pools}
     if {name for kind, name in standing if kind == "work pool"} <= names:
         return standing
     return {
@@ -147,13 +145,11 @@ def _done(action: str) -> str:
 
 def show_pools(server: Server, pools: list[Pool]) -> str:
     """The table of what stands, one pool a line."""
-    from flows.accelerator_slot import limit_name
-
     rows = [("pool", "type", "hardware", "jobs", "at once", "workers", "queues", "deployments")]
     for pool in pools:
         name = pool.work_pool
         stands = server.find("work pool", name) or {}
-        limit = server.find("limit", limit_name(pool)) or {}
+        limit = server.find("limit", pool.limit) or {}
         queues = sorted(server.all(f"/work_pools/{name}/queues/filter"), key=lambda queue: queue["priority"])
         used = server.all("/deployments/filter", {"work_pools": {"name": {"any_": [name]}}})
         rows.append(

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from flows.server import CLIENT
-from hardware.pools import Pool, Role, pool_for, pool_set
+from hardware.pools import Pool, pool_for, pool_set
 from tasks.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +31,6 @@ CRASHED = "rollart: runs without heartbeat are crashed"
 REPORT = "rollart: report a failed run"
 HEARTBEAT_S, SILENCE_S = 30, 90  # 30 s is the shortest that Prefect takes; three missed in a row are a death
 HIGH_PRIORITY, DEFAULT_PRIORITY = 1, 10  # teams come between, in the order in which they were made
-ACCELERATED: tuple[Role, ...] = ("train", "rollout")
 
 Kind = Literal["secret", "work pool", "queue", "limit", "flow", "deployment", "automation"]
 Action = Literal["create", "update", "unchanged", "remove", "keep"]
@@ -132,8 +131,6 @@ def wanted(pools: list[Pool], teams: dict[str, int], notify: str | None) -> list
 
 
 def _of_pool(pool: Pool, teams: dict[str, int]) -> Iterable[Thing]:
-    from flows.accelerator_slot import limit_name
-
     jobs = 4 * pool.slots + 4  # against run-aways only: what protects accelerators is the global limit
     yield Thing(
         "work pool",
@@ -151,8 +148,8 @@ def _of_pool(pool: Pool, teams: dict[str, int]) -> Iterable[Thing]:
     yield _queue(pool, "high", "before all others", description=MARK, priority=HIGH_PRIORITY)
     for team, limit in teams.items():
         yield _queue(pool, team, f"at most {limit} at once", description=MARK, concurrency_limit=limit)
-    if pool.role in ACCELERATED:
-        name = limit_name(pool)
+    if pool.accelerated:
+        name = pool.limit
         yield Thing("limit", name, {"name": name, "limit": pool.slots}, f"{pool.slots} at once on all runs")
 
 

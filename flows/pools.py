@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -23,10 +22,11 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import arun_deployment
 from prefect.states import Cancelled, Cancelling, Crashed
 
+from flows.context import run_tags
 from flows.serve import CONTROLLER
 from flows.server import configured_api
 from hardware.pools import Pool, pool_for
-from tasks.commands import STAGE
+from tasks.commands import STAGE, service_restarts
 from tasks.config import RunConfig
 from tasks.errors import RunFailed, UserError
 from tasks.keys import fingerprint, run_key
@@ -66,7 +66,7 @@ class PoolServices:
     def __init__(self, store: Store, config: RunConfig, say: Callable[[str], None]):
         self.store, self.config, self.say = store, config, say
         self.services: dict[str, PoolService] = {}
-        self.name = store.uri.rstrip("/").rsplit("/", 1)[-1]
+        self.name = store.name
         self._registrar: Registrar | None = None
         self._looked_at = 0.0
 
@@ -96,9 +96,8 @@ class PoolServices:
         parameters: dict[str, Any] = {"run": self.store.uri, "endpoint_url": self.store.endpoint_url}
         if kind == "engine":
             parameters |= {"name": name, "pin_version": pin_version}
-        restarts = {"engine": self.config.inference.restarts, "trainer": self.config.trainer.restarts}
         pool, log = pool_for(STAGE[kind], self.config.pools), f"{self.store.uri}/{layout.service_log(name)}"
-        service = PoolService(name, kind, pool, parameters, restarts.get(kind, 3), log)
+        service = PoolService(name, kind, pool, parameters, service_restarts(self.config, kind), log)
         self.services[name] = service
         found = await self._find(service)
         if found is None and self._registrar is None:
@@ -189,8 +188,7 @@ class PoolServices:
             timeout=0,
             flow_run_name=f"{service.name}-{self.name}",
             tags=[
-                f"run:{self.name}",
-                f"model:{Path(self.config.policy.model).name}",
+                *run_tags(self.name, self.config),
                 f"service:{service.name}",
                 f"stage:{stage}",
                 *service.pool.prefect_tags,

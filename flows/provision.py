@@ -16,7 +16,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.context import RunContext, live, on_pool
 from flows.pools import PoolService
-from tasks.commands import STAGE, service_command
+from tasks.commands import STAGE, service_command, service_restarts
 from tasks.errors import DeadlineExceeded, RunFailed
 from tasks.keys import SECRET, fingerprint, run_key
 from tasks.rollout.slots import CANCELLED, Slots
@@ -85,8 +85,7 @@ async def start_service(run: str, kind: str, name: str, pin_version: int | None)
         await context.pools.start(kind, name, pin_version)
     else:
         argv, environment = service_command(context.store, kind, name, pin_version)
-        restarts = {"engine": context.config.inference.restarts, "trainer": context.config.trainer.restarts}
-        context.supervisor.add(name, argv, environment, restarts.get(kind, 3))
+        context.supervisor.add(name, argv, environment, service_restarts(context.config, kind))
     get_run_logger().info("started %s; log: %s", name, context.services.services[name].log)
 
 

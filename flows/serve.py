@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import tomllib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -21,8 +20,8 @@ from prefect.states import Crashed
 from flows.accelerator_slot import accelerator_slot
 from flows.attempts import on_terminate
 from hardware.pools import pool_for
-from tasks.commands import STAGE, service_command
-from tasks.config import RunConfig, parse_config
+from tasks.commands import STAGE, service_command, service_restarts
+from tasks.config import RunConfig, stored_config
 from tasks.errors import RunFailed
 from tasks.services import Registrar, Registration, Supervisor, registered, tail, work_folder
 from tasks.store import Store, layout
@@ -73,7 +72,7 @@ class _Host:
         self, run: str, endpoint_url: str | None, kind: str, name: str | None = None, pin: int | None = None
     ):
         self.store, self.kind, self.name, self.pin = Store(run, endpoint_url), kind, name or kind, pin
-        self.config: RunConfig = parse_config(tomllib.loads(self.store.read(layout.CONFIG).decode()))
+        self.config: RunConfig = stored_config(self.store)
         self.pool = pool_for(STAGE[kind], self.config.pools)
         self.supervisor = Supervisor(work_folder(self.store), self._died, f"host-{self.name}.json")
         self.logger = get_run_logger()
@@ -100,19 +99,18 @@ class _Host:
                 await asyncio.to_thread(self.supervisor.stop, 20.0)
 
     async def _serve(self) -> str:
-        if self.pool.role in ("train", "rollout"):
+        if self.pool.accelerated:
             async with accelerator_slot(self.pool, self.store, self.name, self._waiting):
                 return await self._host()
         return await self._host()
 
     async def _host(self) -> str:
-        restarts = {"engine": self.config.inference.restarts, "trainer": self.config.trainer.restarts}
         if self._registrar is not None:
             await asyncio.to_thread(
                 self._registrar.close, "starting", f"has its place on pool {self.pool.name}"
             )
         argv, environment = service_command(self.store, self.kind, self.name, self.pin)
-        service = self.supervisor.add(self.name, argv, environment, restarts.get(self.kind, 3))
+        service = self.supervisor.add(self.name, argv, environment, service_restarts(self.config, self.kind))
         self.logger.info("started %s on pool %s; its log: %s", self.name, self.pool.name, service.log)
         follower = asyncio.ensure_future(_FOLLOW[self.kind](self))
         try:
@@ -240,16 +238,11 @@ async def _follow_waves(host: _Host) -> None:
     async with asyncio.TaskGroup() as group:
         while not host.over:
             now = await host.registration()
-            for wave in now.facts.get("waves", {}) if now is not None else ():
-                if wave not in shown or (shown[wave].done() and await _moves(host, wave)):
+            waves = now.facts.get("waves", {}) if now is not None else {}
+            for wave, (started, ended) in waves.items():
+                if wave not in shown or (shown[wave].done() and started > ended):
                     shown[wave] = group.create_task(_wave_task(host, int(wave)))
             await asyncio.sleep(LOOK_S)
-
-
-async def _moves(host: _Host, wave: str) -> bool:
-    now = await host.registration()
-    started, ended = now.facts.get("waves", {}).get(wave, (0, 0)) if now is not None else (0, 0)
-    return started > ended
 
 
 def _wave_task(host: _Host, wave: int) -> Coroutine[Any, Any, None]:

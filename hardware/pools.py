@@ -64,6 +64,16 @@ class Pool(BaseModel):
         return self.prefect_work_pool or self.name
 
     @property
+    def limit(self) -> str:
+        """The name of the global concurrency limit of its accelerators; only an `accelerated` pool has one."""
+        return f"rollart-{self.name}"
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether runs have to queue for this pool."""
+        return self.role in ("train", "rollout")
+
+    @property
     def hardware(self) -> str:
         """The hardware as one tag, e.g. `8xh800` or `cpu`."""
         return f"{self.count}x{self.accelerator}" if self.accelerator else "cpu"

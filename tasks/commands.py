@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from tasks.config import RunConfig
 from tasks.keys import API_KEY, run_key
 from tasks.store import Store
 
@@ -21,6 +22,11 @@ STAGE = {
 }  # decides the pool
 # On a CPU, engine and trainer share cores: an OpenMP thread that spins at a barrier takes them from the other.
 _SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+
+
+def service_restarts(config: RunConfig, kind: str) -> int:
+    """How often a service of a kind may be started again after a death."""
+    return {"engine": config.inference.restarts, "trainer": config.trainer.restarts}.get(kind, 3)
 
 
 def service_command(

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from hardware.pools import Pool, local_pools, pool_for, pool_set
 from tasks.errors import UserError
+from tasks.store import Store, layout
 
 
 class Section(BaseModel):
@@ -335,6 +336,11 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     except tomllib.TOMLDecodeError as error:
         raise UserError(str(path), f"is not valid TOML: {error}", "correct the file") from None
     return parse_config(data, overrides)
+
+
+def stored_config(store: Store) -> RunConfig:
+    """The configuration of the run at `store`. Raises FileNotFoundError without one."""
+    return parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
 
 
 def parse_config(data: dict[str, Any], overrides: list[str] | None = None) -> RunConfig:

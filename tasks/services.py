@@ -305,6 +305,14 @@ def find_process(identity: str) -> psutil.Process | None:
     return None if process.status() == psutil.STATUS_ZOMBIE else process
 
 
+def stop_event() -> threading.Event:
+    """An event that a terminate or interrupt signal to this process sets."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
 def end_with_parent(then: Callable[[], None] | None = None) -> None:
     """Watch the process named by ROLLART_PARENT and end this one with it.
 

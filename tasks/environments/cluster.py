@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 import threading
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +24,7 @@ from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from hardware.pools import pool_for
-from tasks.config import RunConfig, parse_config
+from tasks.config import RunConfig, stored_config
 from tasks.errors import UserError
 from tasks.keys import fingerprint, run_key, seal, unseal
 from tasks.services import (
@@ -38,6 +36,7 @@ from tasks.services import (
     is_free,
     listen_host,
     registered,
+    stop_event,
     work_folder,
 )
 from tasks.store import Store, layout
@@ -64,7 +63,7 @@ def connect(store: Store, *, asynchronous: bool = False) -> Client:
     Takes `environments.scheduler` if the configuration names one (TLS then from Dask's own configuration),
     else the registered service. Raises ConnectionError if none is registered, OSError if none answers.
     """
-    config = _config(store)
+    config = stored_config(store)
     options: dict[str, Any] = {"asynchronous": asynchronous, "set_as_default": False, "timeout": CONNECT_S}
     if config.environments.scheduler is not None:
         return Client(config.environments.scheduler, **options)
@@ -81,12 +80,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--store", required=True, help="root URI of the run")
     parser.add_argument("--endpoint-url", default=None, help="S3 endpoint")
     arguments = parser.parse_args(argv)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_event()
     end_with_parent(then=stop.set)
     store = Store(arguments.store, arguments.endpoint_url)
-    config = _config(store)
+    config = stored_config(store)
     folder = work_folder(store)
     pool = pool_for("rollout", config.pools).name
     log = str(folder / "logs" / f"{NAME}.log")
@@ -174,10 +171,6 @@ def _close(cluster: LocalCluster) -> None:
     closing.start()
     closing.join(CLOSE_S)
     end_processes([process for process in family if process.is_running()], grace_s=1.0)
-
-
-def _config(store: Store) -> RunConfig:
-    return parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
 
 
 _SECURITY_FIELDS = (

@@ -18,13 +18,12 @@ import signal
 import sys
 import threading
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hardware.pools import pool_for
-from tasks.config import RunConfig, parse_config
+from tasks.config import RunConfig, stored_config
 from tasks.errors import DeadlineExceeded, UserError
 from tasks.inference.engine import Engine, EngineDied, choose_port, parity
 from tasks.keys import fingerprint, run_key
@@ -72,7 +71,7 @@ class Agent:
 
     def __init__(self, store: Store, name: str, api_key: str, pin: int | None = None):
         self.store, self.name, self.pin = store, name, pin
-        self.config: RunConfig = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
+        self.config: RunConfig = stored_config(store)
         self.folder = work_folder(store) / name
         shutil.rmtree(self.folder, ignore_errors=True)
         log = work_folder(store) / "logs" / f"{name}-vllm.log"

@@ -13,20 +13,26 @@ import argparse
 import hmac
 import json
 import os
-import signal
 import threading
 import time
-import tomllib
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 from hardware.pools import pool_for
-from tasks.config import RunConfig, parse_config
+from tasks.config import RunConfig, stored_config
 from tasks.keys import fingerprint, run_key
 from tasks.reward.score import score
-from tasks.services import Registrar, Registration, end_with_parent, free_port, listen_host, work_folder
-from tasks.store import Store, layout
+from tasks.services import (
+    Registrar,
+    Registration,
+    end_with_parent,
+    free_port,
+    listen_host,
+    stop_event,
+    work_folder,
+)
+from tasks.store import Store
 from tasks.trajectory import decode
 
 NAME: Literal["reward"] = "reward"
@@ -105,12 +111,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--store", required=True, help="root URI of the run")
     parser.add_argument("--endpoint-url", default=None, help="S3 endpoint")
     arguments = parser.parse_args(argv)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_event()
     end_with_parent(then=stop.set)
     store = Store(arguments.store, arguments.endpoint_url)
-    config = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
+    config = stored_config(store)
     key, log = run_key(store), str(work_folder(store) / "logs" / f"{NAME}.log")
     pool = pool_for("reward", config.pools).name
     port = int(os.environ.get("PORT", 0)) or free_port()  # a serverless platform says where it will call

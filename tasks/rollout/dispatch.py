@@ -17,7 +17,6 @@ import math
 import secrets
 import threading
 import time
-import tomllib
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from distributed import Client, Future, get_worker
 from distributed.client import FutureCancelledError
 from distributed.worker import thread_state
 
-from tasks.config import RunConfig, parse_config
+from tasks.config import RunConfig, stored_config
 from tasks.environments import Split
 from tasks.environments.cluster import SLOT
 from tasks.environments.deadline import abandoned_calls
@@ -38,7 +37,7 @@ from tasks.rollout.episode import EpisodeCancelled, Generate, Generated, run_epi
 from tasks.rollout.lockstep import turn_barrier
 from tasks.rollout.slots import CANCELLED, Slots
 from tasks.services import registered
-from tasks.store import Store, layout
+from tasks.store import Store
 from tasks.trajectory import EpisodeFailure, EpisodeSpec, Trajectory
 
 ADDRESSES_VALID_S = 5.0
@@ -106,10 +105,6 @@ class _Engines:
         return [engine.address for engine in found if engine and engine.address and engine.status == "ready"]
 
 
-def _read_config(store: Store) -> RunConfig:
-    return parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
-
-
 # On the worker
 
 
@@ -130,7 +125,7 @@ def _setup(job: EpisodeJob) -> _Setup:
     with _setup_lock:
         if key not in _setups:
             store = Store(job.store_uri, job.endpoint_url)
-            config = _read_config(store)
+            config = stored_config(store)
             module, _, function = job.engine.partition(":")
             generate = getattr(importlib.import_module(module), function)(store, config)
             _setups[key] = _Setup(config, ChatRenderer.from_store(store), generate)

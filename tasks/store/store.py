@@ -57,6 +57,11 @@ class Store:
         return Store(f"{self.uri}/{prefix}", self.endpoint_url)
 
     @property
+    def name(self) -> str:
+        """The last part of the URI; of a run's store, the run's name."""
+        return self.uri.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
     def poll_s(self) -> float:
         """How long to wait between two looks at one key: an object store charges for each."""
         return 0.05 if self.local else 0.25

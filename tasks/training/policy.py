@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tasks.config import PolicyConfig, RunConfig, parse_config
+from tasks.config import PolicyConfig, RunConfig, stored_config
 from tasks.errors import UserError
-from tasks.store import Store, layout
+from tasks.store import Store
 from tasks.training.model_folder import check_model_folder
 
 PREFIX = "policy"
@@ -166,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     store = Store(arguments.store, arguments.endpoint_url)
     try:
-        publish_policy(store, parse_config(tomllib.loads(store.read(layout.CONFIG).decode())))
+        publish_policy(store, stored_config(store))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -12,19 +12,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
-import tomllib
 from collections.abc import Mapping
 
 import psutil
 
-from tasks.config import RunConfig, parse_config
+from tasks.config import RunConfig, stored_config
 from tasks.errors import UserError
-from tasks.services import GAVE_UP, PARENT, end_processes, end_with_parent, this_process
-from tasks.store import Store, layout
+from tasks.services import GAVE_UP, PARENT, end_processes, end_with_parent, stop_event, this_process
+from tasks.store import Store
 
 GRACE_S = 7.0  # the service itself has 10 s
 NODES, NODE_RANK, RENDEZVOUS = "ROLLART_NNODES", "ROLLART_NODE_RANK", "ROLLART_RENDEZVOUS"
@@ -83,12 +80,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--store", required=True, help="the run's root URI")
     parser.add_argument("--endpoint-url", help="S3 endpoint")
     arguments = parser.parse_args(argv)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_event()
     end_with_parent()
     store = Store(arguments.store, arguments.endpoint_url)
-    config = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
+    config = stored_config(store)
     try:
         command = launcher(config.trainer.ranks, os.environ)
     except UserError as error:

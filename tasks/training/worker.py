@@ -11,20 +11,18 @@ import argparse
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 import threading
 import time
-import tomllib
 import traceback
 from pathlib import Path
 from typing import Any
 
 from hardware.pools import pool_for
-from tasks.config import RunConfig, parse_config
+from tasks.config import RunConfig, stored_config
 from tasks.keys import fingerprint, run_key
-from tasks.services import Registrar, Registration, end_with_parent, work_folder
+from tasks.services import Registrar, Registration, end_with_parent, stop_event, work_folder
 from tasks.store import CorruptObject, Store, layout
 from tasks.trajectory import decode
 
@@ -336,12 +334,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--store", required=True, help="the run's root URI")
     parser.add_argument("--endpoint-url", help="S3 endpoint")
     arguments = parser.parse_args(argv)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_event()
     end_with_parent()
     store = Store(arguments.store, arguments.endpoint_url)
-    config = parse_config(tomllib.loads(store.read(layout.CONFIG).decode()))
+    config = stored_config(store)
     registrar = None
     if os.environ["RANK"] == "0":
         pool = pool_for("train", config.pools).name
