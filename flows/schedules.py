@@ -15,7 +15,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     # The rollout of batch k + 1 overlaps the training of batch k, with a barrier between waves.
     "one-off": {"max_staleness": 1, "barrier": "wave"},
     # Trajectory-level asynchrony under a bound.
-    "rollart": {"max_staleness": 2},
+    "rollart": {"max_staleness": 4},
 }
 
 # Log-normal latency of each environment call (mean in seconds, sigma of the logarithm), and the share of calls
