@@ -9,7 +9,6 @@ rollout lane goes on past the last one, so that no schedule is measured while it
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from flows.context import RunContext, named
 from flows.iteration import publish
 from flows.processor_time import family, spent
 from flows.provision import provision
+from flows.reporting import mean
 from flows.schedules import RESULTS, SCHEDULES
 from flows.session import in_session
 from flows.train import lanes, latest_version, new_ledger
@@ -153,19 +153,19 @@ def _measure(context: RunContext, schedule: str, repeat: int, first: int, last: 
         end=end,
         seconds=seconds,
         trajectories_per_s=len(trajectories) / (end - start),
-        trained_tokens=_mean([m["train/tokens"] for m in metrics]),
-        success=_mean([t.success for t in trajectories]),
-        staleness=_mean([m["staleness/mean"] for m in metrics]),
+        trained_tokens=mean([m["train/tokens"] for m in metrics]),
+        success=mean([t.success for t in trajectories]),
+        staleness=mean([m["staleness/mean"] for m in metrics]),
         wasted_tokens=context.wasted_tokens / count,
         idle={
-            "environments": _mean([m["idle/environments"] for m in metrics]),
-            "engine": _mean([m["idle/engine"] for m in metrics if "idle/engine" in m]),
-            "trainer": _mean([m["idle/trainer"] for m in metrics]),
+            "environments": mean([m["idle/environments"] for m in metrics]),
+            "engine": mean([m["idle/engine"] for m in metrics if "idle/engine" in m]),
+            "trainer": mean([m["idle/trainer"] for m in metrics]),
         },
         work={
             "environments": env_s / slots / count,
             "engine": cpu.seconds["engine"] / count,
-            "trainer": _mean([m["time/train"] + m.get("time/publish", 0.0) for m in metrics]),
+            "trainer": mean([m["time/train"] + m.get("time/publish", 0.0) for m in metrics]),
             "all cores": cpu.seconds["all"] / (psutil.cpu_count() or 1) / count,
         },
     )
@@ -173,7 +173,3 @@ def _measure(context: RunContext, schedule: str, repeat: int, first: int, last: 
 
 def _trajectories(context: RunContext, batches: Sequence[int]) -> list[Trajectory]:
     return [t for k in batches for t in decode(context.store.get(layout.batch(k), "batch.parquet"))[0]]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+import psutil
+
 from hardware.pools import pool_for
 from tasks.config import RunConfig, TaskConfig, parse_config
 from tasks.errors import UserError
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 2.0
 NO_WRAPPERS: dict[str, Any] = {"latency": {}, "faults": {}}  # a check waits for nobody
+TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 SHOWN_PACKAGES = (
     "prefect-rollart",
@@ -104,7 +107,9 @@ def preflight(config: RunConfig, name: str, *, resume: bool, store: Store | None
     check_batches(config)
     check_tasks(config)
     check_ports(config)
+    check_tracking(config)
     check_model(config)
+    check_cache(config)
     size = policy_size(config)
     check_prompt(config)
     check_scheduler(config)
@@ -187,6 +192,44 @@ def check_ports(config: RunConfig) -> None:
                     f"port {port} is in use or not allowed ({error.strerror})",
                     "set another port, or 0 for a free one",
                 ) from None
+
+
+def check_tracking(config: RunConfig) -> None:
+    """MLflow knows the kind of address it is given."""
+    from tasks.tracking.mlflow_tracker import tracking_uri
+
+    uri = tracking_uri(config)
+    scheme = urlsplit(uri).scheme if "://" in uri else "file"
+    if scheme.split("+")[0] not in TRACKING_SCHEMES:
+        raise UserError(
+            "tracking.mlflow_uri" if config.tracking.mlflow_uri else "MLFLOW_TRACKING_URI",
+            f"{uri!r} is no address of MLflow",
+            f"use one of {', '.join(f'{s}://' for s in TRACKING_SCHEMES)}, or leave it out for a SQLite file",
+        )
+
+
+def check_cache(config: RunConfig) -> None:
+    """An engine's KV cache on CPU holds one sequence at least, and all engines' caches fit into memory."""
+    p, inference = config.policy, config.inference
+    if policy_kind(config) == "tiny":
+        bytes_a_number = 4 if inference.dtype == "float32" else 2
+        token = 2 * p.layers * p.kv_heads * (p.hidden_size // p.heads) * bytes_a_number
+        least = p.context_limit * token / 2**30
+        if inference.kv_cache_gib < least:
+            raise UserError(
+                "inference.kv_cache_gib",
+                f"{inference.kv_cache_gib:g} GiB do not hold one trajectory of policy.context_limit ="
+                f" {p.context_limit} tokens",
+                f"set it to {least * inference.max_concurrent:.2g}, room for all of inference.max_concurrent",
+            )
+    memory = psutil.virtual_memory().total / 2**30
+    wanted = inference.engines * inference.kv_cache_gib
+    if config.placement == "local" and wanted > memory:
+        raise UserError(
+            "inference.kv_cache_gib",
+            f"{inference.engines} x {inference.kv_cache_gib:g} GiB is more than this machine's {memory:.0f} GiB",
+            "lower it or inference.engines",
+        )
 
 
 def check_scheduler(config: RunConfig) -> None:
@@ -317,7 +360,14 @@ def first_prompt_tokens(config: RunConfig, task: TaskConfig, renderer: ChatRende
     environment = make_environment(
         task, config.environments.model_copy(update=NO_WRAPPERS), config.seed, index=index
     )
-    observation, _ = environment.reset(config.seed)
+    try:
+        observation, _ = environment.reset(config.seed)
+    except Exception as error:
+        raise UserError(
+            f"tasks.{index}.options",
+            f"task {task.name!r} does not start with them ({type(error).__name__}: {error})",
+            "correct them, or the environment",
+        ) from error
     prompt = renderer.open(environment.system_prompt, observation)
     environment.close()
     return len(prompt)
@@ -427,9 +477,13 @@ def stored_run(root: str, name: str, endpoint_url: str | None = None) -> tuple[S
 
 
 def check_readable(root: Store) -> None:
-    """A store that is not local can be reached: without this, a wrong endpoint would be retried for a minute."""
+    """A store can be reached: without this, a wrong endpoint would be retried for a minute. A folder is there."""
     if not root.local:
         check_store(root)
+    elif (
+        root.uri != Store("runs").uri and not Path(root.root).is_dir()
+    ):  # the default comes with the first run
+        raise UserError("--store", f"there is no folder {root.root}", "give the store.root of your runs")
 
 
 def running_process(store: Store) -> int | None:
@@ -463,6 +517,7 @@ def existing_version(store: Store, version: int | None) -> int:
         raise UserError("RUN", "has no weights yet", f"train it first: rollart resume {store.uri}")
     if version is None:
         return versions[-1]
+    versions = [v for v in versions if v >= 0] or versions  # below 0 are the warm start's candidates
     if version not in versions:
         raise UserError("--version", f"the run has no version {version}", f"use one of {_ranges(versions)}")
     return version

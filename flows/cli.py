@@ -575,6 +575,8 @@ def _new_run(
 ) -> None:
     from flows import checks, view
 
+    if dry_run and prepare:
+        raise UserError("--dry-run", "changes nothing, and --prepare writes the run", "give one of them")
     path = new_run.find_config(config_name)
     named = [*overrides, *([f"name={name!r}"] if name else [])]
     if dry_run:

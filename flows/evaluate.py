@@ -6,7 +6,6 @@ import asyncio
 from collections import defaultdict
 from typing import Any
 
-import numpy as np
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
@@ -68,15 +67,11 @@ def _summary(context: RunContext, name: str, results: list[Trajectory | EpisodeF
     summary: dict[str, Any] = {
         "episodes": len(trajectories),
         "failed": len(results) - len(trajectories),
-        "success": _mean([t.success for t in trajectories]),
-        "reward": _mean([score(t, settings) for t in trajectories]),
-        "turns": _mean([t.turns for t in trajectories]),
-        "generated_tokens": _mean([t.generated_tokens for t in trajectories]),
-        "truncated": _mean([t.truncated for t in trajectories]),
+        "success": reporting.mean([t.success for t in trajectories]),
+        "reward": reporting.mean([score(t, settings) for t in trajectories]),
+        "turns": reporting.mean([t.turns for t in trajectories]),
+        "generated_tokens": reporting.mean([t.generated_tokens for t in trajectories]),
+        "truncated": reporting.mean([t.truncated for t in trajectories]),
     }
     blind = environment_class(name).blind_success([t.seed for t in trajectories], **settings.options)
     return summary if blind is None else {**summary, "best_fixed_path": blind}
-
-
-def _mean(values: list[Any]) -> float:
-    return float(np.mean(values)) if values else 0.0

@@ -7,6 +7,7 @@ import base64
 import importlib.metadata
 import platform
 import time
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
@@ -224,10 +225,10 @@ def rollout_metrics(trajectories: list[Trajectory], k: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in sorted({t.task for t in trajectories}):
         mine = [t for t in trajectories if t.task == name]
-        metrics[f"reward/{name}/mean"] = _mean([t.reward or 0.0 for t in mine])
+        metrics[f"reward/{name}/mean"] = mean([t.reward or 0.0 for t in mine])
         metrics[f"reward/{name}/std"] = float(np.std([t.reward or 0.0 for t in mine]))
-        metrics[f"success/{name}"] = _mean([t.success for t in mine])
-        metrics[f"turns/{name}"] = _mean([t.turns for t in mine])
+        metrics[f"success/{name}"] = mean([t.success for t in mine])
+        metrics[f"turns/{name}"] = mean([t.turns for t in mine])
         metrics[f"episodes/{name}"] = float(len(mine))
     span = max(t.ended_at for t in trajectories) - min(t.started_at for t in trajectories)
     generated = sum(t.generated_tokens for t in trajectories)
@@ -249,7 +250,7 @@ def rollout_metrics(trajectories: list[Trajectory], k: int) -> dict[str, float]:
 def staleness_metrics(staleness: list[int]) -> dict[str, float]:
     """Mean, maximum, and the histogram as the share of trajectories at each staleness."""
     shares = {f"staleness/share_{n}": staleness.count(n) / len(staleness) for n in range(max(staleness) + 1)}
-    return {"staleness/mean": _mean(staleness), "staleness/max": float(max(staleness)), **shares}
+    return {"staleness/mean": mean(staleness), "staleness/max": float(max(staleness)), **shares}
 
 
 def time_metrics(spans: list[dict[str, Any]]) -> dict[str, float]:
@@ -305,7 +306,7 @@ def _engine_idle(context: RunContext, engines: dict[str, dict[str, Any]]) -> dic
         if now["at"] > before["at"]:
             shares.append(1 - (now["busy_s"] - before["busy_s"]) / (now["at"] - before["at"]))
         context.engines_busy[name] = now
-    return {"idle/engine": _mean(shares)} if shares else {}
+    return {"idle/engine": mean(shares)} if shares else {}
 
 
 def _engine_facts(context: RunContext) -> dict[str, dict[str, Any]]:
@@ -359,5 +360,6 @@ def _key(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name.lower())
 
 
-def _mean(values: list[Any]) -> float:
+def mean(values: Sequence[Any]) -> float:
+    """The mean; 0 of nothing."""
     return float(np.mean(values)) if values else 0.0

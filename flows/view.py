@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from rich.console import Console, Group, RenderableType
@@ -407,17 +407,17 @@ def show_runs(found: list[dict[str, Any]], store: Store, console: Console | None
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold", min_width=20)
-    for column in ("state", "started", "took", "iterations", "success before", "after"):
-        table.add_column(column, justify="right" if column in ("took", "iterations") else "left")
+    for column in ("state", "started", "took", "done", "success"):
+        justify: Literal["right", "left"] = "right" if column in ("took", "done") else "left"
+        table.add_column(column, justify=justify, no_wrap=column != "success")
     for run in found:
         table.add_row(
             run["name"],
             Text(run["state"], style=_run_style(run["state"])),
-            _date(run["started_at"]),
+            _date(run["started_at"]).rpartition(":")[0],
             "" if run["seconds"] is None else clock(run["seconds"]),
             f"{run['progress']['done']}/{run['progress']['of']}",
-            _successes(run["before"]),
-            _successes(run["after"]),
+            f"{_successes(run['before'])} -> {_successes(run['after'])}" if run["before"] else "",
         )
     console.print(table)
 

@@ -79,7 +79,7 @@ class RolloutConfig(Section):
         " wave. The last two are what `rollart bench async` compares with",
     )
     temperature: float = Field(1.0, gt=0, description="sampling temperature of training episodes")
-    wave_deadline_s: float = Field(1800, gt=0, description="longest wait for a batch's groups")
+    wave_deadline_s: float = Field(1800, ge=1, description="longest wait for a batch's groups")
 
 
 class EnvironmentsConfig(Section):
@@ -100,7 +100,7 @@ class EnvironmentsConfig(Section):
 class InferenceConfig(Section):
     """The vLLM engines."""
 
-    engines: int = Field(1, ge=1)
+    engines: int = Field(1, ge=1, le=64)
     port: int = Field(0, ge=0, le=65535, description="first engine's port; 0 takes a free one")
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_concurrent: int = Field(64, ge=1, description="sequences an engine runs at once (vLLM max_num_seqs)")
@@ -210,7 +210,7 @@ class RunConfig(Section):
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
         description="default: made from the config's file name and the time",
     )
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     iterations: int = Field(25, ge=1)
     placement: Literal["local", "pools"] = Field(
         "local",

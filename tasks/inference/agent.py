@@ -205,7 +205,7 @@ class Agent:
         while True:
             self.engine.check()
             try:
-                manifest = self.store.fetch(layout.weights(version), folder)
+                manifest = self.store.fetch(layout.weights(version), folder, read_only=True)
                 took = time.monotonic() - started
                 return LocalVersion(version, folder, manifest.get("probe"), took, manifest["written_at"])
             except FileNotFoundError:

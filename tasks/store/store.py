@@ -126,12 +126,16 @@ class Store:
         _check(f"{self.uri}/{prefix}/{name}", len(data), hashlib.sha256(data).hexdigest(), expected)
         return data
 
-    def fetch(self, prefix: str, folder: Path) -> dict[str, Any]:
-        """Copy a manifest's objects into `folder`, checked; returns the manifest. Raises like `get`."""
+    def fetch(self, prefix: str, folder: Path, read_only: bool = False) -> dict[str, Any]:
+        """Copy a manifest's objects into `folder`, checked; returns the manifest. Raises like `get`.
+
+        `read_only`: the caller promises not to change the files, so that on the disk of a local store they are
+        the store's own under a second name, which keeps them when the store deletes its one.
+        """
         manifest = self.manifest(prefix) or self._missing(prefix)
         folder.mkdir(parents=True, exist_ok=True)
         for name, expected in manifest["files"].items():
-            self._fetch_one(f"{prefix}/{name}", folder / name, expected)
+            self._fetch_one(f"{prefix}/{name}", folder / name, expected, read_only)
         return manifest
 
     def verify(self, prefix: str) -> None:
@@ -198,11 +202,13 @@ class Store:
             self._retry(lambda: self.fs.put_file(str(content), self._path(key)), f"write of {key}")
         return described
 
-    def _fetch_one(self, key: str, target: Path, expected: dict[str, Any]) -> None:
+    def _fetch_one(self, key: str, target: Path, expected: dict[str, Any], read_only: bool) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
-            if self.local:
+            if self.local and read_only and _linked(Path(self._path(key)), part):
+                found = _describe(part)
+            elif self.local:
                 found = _copy(Path(self._path(key)), part)
             else:
                 self._retry(lambda: self.fs.get_file(self._path(key), str(part)), f"read of {key}")
@@ -344,6 +350,15 @@ def _copy(source: Path, target: Path) -> dict[str, Any]:
             hashed.result()
             size += len(chunk)
     return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _linked(source: Path, target: Path) -> bool:
+    """Give a file a second name; false where that cannot be: another disk, a file system without, no such file."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
 
 
 def _describe(content: bytes | Path) -> dict[str, Any]:

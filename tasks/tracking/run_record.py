@@ -59,7 +59,7 @@ def list_runs(store: Store) -> list[dict[str, Any]]:
 
 
 def state_of(store: Store, iterations: int) -> tuple[str, str]:
-    """running, stopped, finished, failed or interrupted, and the reason if there is one.
+    """prepared, running, stopped, finished, failed or interrupted, and the reason if there is one.
 
     Finished needs the last version's manifest; running needs a heartbeat (or the status itself) of the last
     ALIVE_S seconds.
@@ -73,9 +73,9 @@ def state_of(store: Store, iterations: int) -> tuple[str, str]:
     signs = [status.get("at", 0.0), *(service["heartbeat_at"] for service in _services(store))]
     if time.time() - max(signs) <= ALIVE_S:
         return "running", reason
-    return "interrupted", "no sign of life" if max(
-        signs
-    ) == 0 else f"no sign of life since {_clock(max(signs))}"
+    if max(signs) == 0:
+        return "prepared", "nothing has started it yet"
+    return "interrupted", f"no sign of life since {_clock(max(signs))}"
 
 
 def _summary(store: Store) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -57,6 +57,20 @@ def test_what_was_put_is_what_get_and_fetch_return(store: Store, tmp_path: Path)
     assert manifest["files"]["deep/er/big.bin"] == {"size": 12 << 20, "sha256": digest}
 
 
+def test_what_was_fetched_read_only_outlives_the_store_and_leaves_it_as_it_was(
+    store: Store, tmp_path: Path
+) -> None:
+    store.put("weights/1", {"f": b"x" * 5000})
+    for _ in range(2):  # the second one finds the files of the first
+        store.fetch("weights/1", tmp_path / "copy", read_only=True)
+    assert [p.name for p in (tmp_path / "copy").iterdir()] == ["f"]
+    store.put("weights/2", {"f": b"y" * 5000})
+    store.fetch("weights/2", tmp_path / "copy", read_only=True)  # over the file of version 1
+    assert store.get("weights/1", "f") == b"x" * 5000
+    store.delete("weights/2")
+    assert (tmp_path / "copy/f").read_bytes() == b"y" * 5000
+
+
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.binary(max_size=3000), name=st.from_regex(r"[a-z0-9][a-z0-9 ._+=-]{0,20}[a-z0-9]", fullmatch=True)
@@ -249,8 +263,9 @@ def test_a_damaged_object_is_named_and_never_returned(store: Store, tmp_path: Pa
     damage(store, "weights/3/model.safetensors", how)
     with pytest.raises(CorruptObject, match=r"weights/3/model\.safetensors"):
         store.get("weights/3", "model.safetensors")
-    with pytest.raises(CorruptObject, match=r"weights/3/model\.safetensors"):
-        store.fetch("weights/3", tmp_path / "f")
+    for read_only in (False, True):
+        with pytest.raises(CorruptObject, match=r"weights/3/model\.safetensors"):
+            store.fetch("weights/3", tmp_path / "f", read_only)
     assert not (tmp_path / "f/model.safetensors").exists() and list((tmp_path / "f").glob(".*")) == []
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from flows import checks
 from tasks.config import RunConfig, parse_config
+from tasks.environments import environment_class
 from tasks.errors import UserError
 from tasks.store import Store
 from tasks.training.policy import tiny_policy, vocabulary
@@ -40,6 +41,45 @@ def test_a_task_option_that_no_environment_takes_is_named_with_its_place() -> No
     with pytest.raises(UserError) as caught:
         checks.check_tasks(config("tasks.0.options.sise=5"))
     assert caught.value.setting == "tasks.0.options.sise"
+
+
+@pytest.mark.parametrize("uri", ["foo://host/db", "htp://127.0.0.1:5000"])
+def test_an_address_that_is_none_of_mlflow_is_refused(uri: str) -> None:
+    with pytest.raises(UserError, match="sqlite://") as caught:
+        checks.check_tracking(config(f'tracking.mlflow_uri="{uri}"'))
+    assert caught.value.setting == "tracking.mlflow_uri"
+
+
+@pytest.mark.parametrize(
+    "uri", ["http://127.0.0.1:5000", "sqlite:///x.db", "postgresql+psycopg2://h/db", "./mlruns", "databricks"]
+)
+def test_an_address_of_mlflow_passes(uri: str) -> None:
+    checks.check_tracking(config(f'tracking.mlflow_uri="{uri}"'))
+
+
+def test_a_kv_cache_without_room_for_one_trajectory_is_refused_with_a_size_that_passes() -> None:
+    with pytest.raises(UserError) as caught:
+        checks.check_cache(config("inference.kv_cache_gib=0.0001"))
+    assert caught.value.setting == "inference.kv_cache_gib"
+    size = caught.value.fix.split("set it to ")[1].split(",")[0]
+    checks.check_cache(config(f"inference.kv_cache_gib={size}"))
+
+
+def test_engines_whose_caches_exceed_the_memory_are_refused_here_and_not_for_pools() -> None:
+    big = ["inference.engines=8", "inference.kv_cache_gib=100000.0"]
+    with pytest.raises(UserError, match="GiB is more than this machine's"):
+        checks.check_cache(config(*big))
+    checks.check_cache(config("placement=pools", "inference.kv_cache_gib=100000.0"))
+
+
+def test_an_environment_that_fails_at_its_first_reset_is_a_user_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment_class("frozenlake"), "reset", lambda self, seed: 1 / 0)
+    renderer = checks._renderer(config())
+    assert renderer is not None
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        checks.first_prompt_tokens(config(), config().tasks[0], renderer)
 
 
 @pytest.mark.parametrize(

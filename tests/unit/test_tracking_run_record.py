@@ -90,7 +90,7 @@ def test_a_run_that_has_only_its_config_can_be_read(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "new"))
     store.write("config.toml", RunConfig().to_toml().encode())
     record = read_run(store)
-    assert record["state"] == "interrupted" and record["iterations"] == [] and record["before"] == {}
+    assert record["state"] == "prepared" and record["iterations"] == [] and record["before"] == {}
 
 
 def test_an_unknown_run_is_a_user_error_that_names_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from flows import view
 from flows.progress import Progress
+from tasks.store import Store
 
 
 def record(k: int, success: float = 0.5, **metrics: float) -> dict[str, Any]:
@@ -125,3 +127,19 @@ def test_the_summary_sets_before_beside_after() -> None:
     assert all(
         word in shown for word in ("version 0", "version 5", "0.226", "0.541", "+0.315", "0.440", "256")
     )
+
+
+def test_the_list_of_runs_shows_both_successes_in_80_columns(tmp_path: Path) -> None:
+    out = io.StringIO()
+    run = {
+        "name": "frozenlake-1129-143012",
+        "state": "interrupted",
+        "started_at": 1000.0,
+        "seconds": 83.0,
+        "progress": {"done": 17, "of": 25},
+        "before": {"frozenlake": {"success": 0.21}},
+        "after": {"frozenlake": {"success": 0.71}},
+    }
+    fresh = {**run, "state": "prepared", "started_at": None, "seconds": None, "before": {}, "after": {}}
+    view.show_runs([run, fresh], Store(str(tmp_path)), Console(file=out, width=80))
+    assert "0.21 -> 0.71" in out.getvalue() and len(out.getvalue().splitlines()) == 3
