@@ -48,6 +48,8 @@ class RewardClient:
 
     def _ask(self, trajectory: Trajectory, data: bytes, address: str) -> Trajectory:
         answer = self._http.post(f"{address}/score", content=data)
+        if answer.status_code >= 500:  # of a platform's gateway: no copy of the function is up yet
+            raise OSError(f"status {answer.status_code} from {address}")
         if answer.status_code != 200:
             reason = answer.json().get("error", f"status {answer.status_code}")
             raise RunFailed(

@@ -191,6 +191,44 @@ def test_a_killed_controller_is_retried_with_the_services_that_outlived_it(site:
     assert {name: host(site, "controller-killed", name)["id"] for name in services} == services
 
 
+def test_a_machine_that_dies_under_the_engine_is_named_and_another_one_takes_its_place(site: Site) -> None:
+    flow_run = running(site, "engine-machine")
+    trainer = host(site, "engine-machine", "trainer")["id"]
+    worker = site.workers.pop("gpu-bandwidth")
+    for process in [*worker.children(recursive=True), worker]:  # with it everything that it started
+        process.kill()
+    worker.wait(60)
+    state = site.finish(flow_run)
+    assert state["type"] == "FAILED" and "engine-0 on pool gpu-bandwidth" in state["message"]
+    before = batches(site.store("engine-machine"))
+    site.start_worker("gpu-bandwidth")
+    retry(site, flow_run)
+    site.wait(lambda: site.state(flow_run)["type"] == "RUNNING", "the retry")
+    assert site.finish(flow_run)["type"] == "COMPLETED"
+    check_consumption(site.store("engine-machine"), 4, GROUPS, max_staleness=0)
+    after = batches(site.store("engine-machine"))
+    assert {k: after[k] for k in before} == before
+    assert host(site, "engine-machine", "trainer")["id"] == trainer
+
+
+def test_a_stage_that_raises_is_shown_with_its_reason_and_is_all_that_a_retry_does_again(site: Site) -> None:
+    broken = site.home / "broken-reward"
+    settings = ["iterations=3", 'tasks.0.reward="tests.e2e.rewards:odd_tokens_unless_broken"']
+    flow_run = site.train("stage-raises", *settings)
+    site.wait(lambda: 1 in versions(site.store("stage-raises")), "version 1")
+    broken.touch()
+    state = site.finish(flow_run)
+    broken.unlink()
+    assert state["type"] == "FAILED" and "RuntimeError: the judge is on strike" in state["message"]
+    before = batches(site.store("stage-raises"))
+    retry(site, flow_run)
+    site.wait(lambda: site.state(flow_run)["type"] == "RUNNING", "the retry")
+    assert site.finish(flow_run)["type"] == "COMPLETED"
+    check_consumption(site.store("stage-raises"), 3, GROUPS, max_staleness=0)
+    after = batches(site.store("stage-raises"))
+    assert len(before) < 3 and {k: after[k] for k in before} == before
+
+
 def test_a_cancelled_run_ends_its_services_and_goes_on_later(site: Site) -> None:
     flow_run = running(site, "cancelled")
     site.set_state(flow_run, type="CANCELLING", name="Cancelling")

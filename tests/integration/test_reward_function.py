@@ -9,7 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import numpy as np
@@ -21,7 +24,7 @@ from tasks.errors import DeadlineExceeded, RunFailed
 from tasks.keys import API_KEY, SECRET
 from tasks.reward import score
 from tasks.reward.client import RewardClient
-from tasks.services import registered
+from tasks.services import Registration, registered
 from tasks.store import Store, layout
 from tasks.trajectory import Trajectory, encode
 
@@ -141,3 +144,36 @@ def test_a_request_waits_for_a_function_that_is_started_again(
     finally:
         starting.join()
         function.end()
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """A serverless platform whose first copy of the function is still starting."""
+
+    answers: ClassVar[list[tuple[int, bytes]]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        status, body = self.answers.pop(0)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_gateway_that_has_no_copy_up_yet_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(API_KEY, raising=False)
+    monkeypatch.setenv(SECRET, "secret")
+    store = Store(str(tmp_path / "run"))
+    busy = (503, b"upstream connect error")
+    Gateway.answers = [busy, busy, (200, b'{"rewards": [0.25], "seconds": [0.0]}')]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        store.write_json(
+            "services/reward.json", asdict(Registration("reward", "reward", "local", "ready", address))
+        )
+        assert RewardClient(store, deadline_s=30).scored(trajectory()).reward == 0.25
+        server.shutdown()
+    assert Gateway.answers == []
