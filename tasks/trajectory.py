@@ -53,7 +53,7 @@ class Trajectory:
     retries: int = 0  # failed attempts before this one
     started_at: float = 0.0  # seconds since the epoch
     ended_at: float = 0.0
-    env_s: float = 0.0  # seconds inside reset and step
+    env_s: float = 0.0  # seconds inside reset and step, those of failed attempts included
     generate_s: float = 0.0  # seconds waiting for the engine
     calls: np.ndarray = field(
         default_factory=lambda: np.empty(0)

@@ -127,16 +127,27 @@ def run_episode(
     no environment takes. `before_turn` is called before every turn; it may wait, and may raise EpisodeCancelled.
     `on_turn` hears of every turn taken.
     """
+    env_s = 0.0
     for attempt in range(environments.retries + 1):
         seed = derive_seed(spec.task, spec.seed, spec.wave, spec.group, spec.index, attempt)
         environment = make_environment(task, environments, seed, split=split)
         playing = _Attempt(
-            spec, task, environments, generate, chat, context_limit, temperature, before_turn, on_turn, seed
+            spec,
+            task,
+            environments,
+            generate,
+            chat,
+            context_limit,
+            temperature,
+            before_turn,
+            on_turn,
+            seed,
+            env_s,
         )
         try:
             return playing.run(environment, retries=attempt)
         except _Failed as error:
-            failure = error
+            failure, env_s = error, playing.env_s
         finally:
             playing.close(environment)
     return EpisodeFailure(**vars(spec), stage=failure.stage, reason=str(failure), attempts=attempt + 1)
@@ -156,7 +167,7 @@ class _Attempt:
     before_turn: Callable[[], None]
     on_turn: Callable[[Turn], None]
     seed: int
-    env_s: float = 0.0
+    env_s: float  # so far, failed attempts included
     calls: list[float] = field(default_factory=list)
     hung: bool = False
 

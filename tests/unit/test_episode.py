@@ -248,3 +248,26 @@ def test_demonstrations_are_repeatable_follow_the_weights_and_train_on_answers_a
         assert int((d.tokens[d.loss_mask] == END).sum()) == d.turns
     assert 0.3 < np.mean([d.success for d in made]) < 0.8
     assert max(len(d.tokens) for d in demonstrations([LAKE], CHAT, 50, 1, 1.0, 60)) <= 60
+
+
+class SlowThenBroken(Slow):
+    """Its first instance takes 0.1 s for a step that raises."""
+
+    name = "slow-then-broken"
+    made = 0
+
+    def __init__(self, *, split="train"):
+        SlowThenBroken.made += 1
+        self.broken = SlowThenBroken.made == 1
+
+    def step(self, action):
+        if self.broken:
+            time.sleep(0.1)
+            raise OSError("gone")
+        return super().step(action)
+
+
+def test_seconds_in_the_environment_of_a_failed_attempt_count():
+    task = TaskConfig(name=f"{__name__}:SlowThenBroken")
+    made = run(Script(["up"]), task, EnvironmentsConfig(retries=1))
+    assert made.retries == 1 and made.env_s >= 0.15
