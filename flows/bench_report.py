@@ -58,14 +58,14 @@ def _medians(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def show(preset: str, summary: dict[str, Any], console: Console) -> None:
     """The table of a preset, and two lines that say what it means."""
     table = Table(
-        title=f"environment latency: {preset}", title_justify="left", box=None, padding=(0, 2, 0, 0)
+        title=f"environment latency: {preset}", title_justify="left", box=None, padding=(0, 1, 0, 0)
     )
     headings = (
         "schedule",
-        "s/iteration",
+        "s/iter",
         "spread",
         "traj/s",
-        "idle env",
+        "idle: env",
         "engine",
         "trainer",
         "stale",

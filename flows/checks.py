@@ -60,6 +60,7 @@ RESUMABLE = (
     "placement",
     "work_queue",
     "services_grace_s",
+    "reward_url",
     "*deadline_s",
     "*.restarts",
     "evaluation.every",

@@ -117,7 +117,7 @@ def train(config: str, overrides: tuple[str, ...], name: str | None, dry_run: bo
       rollart train frozenlake
       rollart train my.toml --set trainer.learning_rate=1e-4 --name try-1
       rollart train frozenlake --set store.root=s3://bucket/runs --dry-run
-      rollart train frozenlake --prepare
+      rollart train frozenlake --set placement=pools --prepare
     """
     _new_run("train", config, overrides, name, dry_run, prepare)
 
@@ -175,7 +175,7 @@ def evaluate(
     """Evaluate one version of a run on the fixed held-out seeds.
 
     Example:
-      rollart evaluate frozenlake-1129-143012 --version 25 --temperature 0
+      rollart evaluate frozenlake-1129-143012 --version 10 --temperature 0
     """
     from flows import checks
 
@@ -310,7 +310,7 @@ def doctor(as_json: bool) -> None:
 def deploy(pools: str, teams: tuple[str, ...], notify: str | None, dry_run: bool) -> None:
     """Create or update everything on the configured Prefect server: done twice, it changes nothing.
 
-    Work pools with job templates, limits and queues, one global limit a GPU pool, the deployments of
+    Work pools with job templates, limits and queues, one global limit for each pool of engines or trainers, the deployments of
     deployments/prefect.yaml, and automations. Schedules come switched off, and what a person switched on or
     paused stays so. Nothing that somebody else made is touched.
 
@@ -479,7 +479,7 @@ def bench_async(
 
     They do the same work in turns; printed are seconds an iteration, idle shares, speed-ups, and how close
     rollart comes to the pure work of its busiest lane. The four timelines are drawn under each other. A preset
-    takes 10 to 20 minutes with the defaults.
+    takes 15 to 40 minutes with the defaults.
 
     Examples:
       rollart bench async --preset middle --json async.json

@@ -40,8 +40,8 @@ class RunContext:
     config: RunConfig
     progress: Progress
     supervisor: Supervisor  # of the services that are child processes of this one
-    pools: PoolServices | None  # of those that are flows on their pools
     tracker: Tracker
+    pools: PoolServices | None = None  # of those that are flows on their pools
     rewards: RewardClient | None = None  # of the reward function; without one, rewards are computed here
     dask: Client | None = None
     slots: Slots = field(default_factory=lambda: Slots(1))  # of the environments cluster
@@ -63,7 +63,7 @@ class RunContext:
         default_factory=lambda: (time.time(), 0.0)
     )  # and slots.busy_s then
     engines_busy: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine, at the last look
-    problems: list[str] = field(default_factory=list)  # deaths of services, to be logged by the flow
+    problems: list[str] = field(default_factory=list)  # what others had to say, to be logged by the flow
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     changes: int = 0  # notifications so far: who compares them misses none between a look and a wait
 
@@ -97,6 +97,11 @@ class RunContext:
         """The client of the environments cluster; it exists once the services are provisioned."""
         assert self.dask is not None
         return self.dask
+
+    def say(self, text: str) -> None:
+        """Tell the person who watches, and have the flow log it."""
+        self.progress.say(text)
+        self.problems.append(text)
 
     def waste(self, results: Iterable[Trajectory | EpisodeFailure]) -> None:
         """Count the tokens of trajectories that no batch will consume."""
@@ -147,14 +152,12 @@ async def open_context(store: Store, progress: Progress, supervisor: Supervisor)
     from tasks.tracking.mlflow_tracker import Tracker
 
     config = stored_config(store)
-    pools = None
+    context = RunContext(store, config, progress, supervisor, Tracker(config, store.name, store))
     if config.placement == "pools":
         from flows.pools import PoolServices
 
-        pools = PoolServices(store, config, progress.say)
-    context = RunContext(store, config, progress, supervisor, pools, Tracker(config, store.name, store))
-    if pools is not None:
-        context.rewards = RewardClient(store, config.rollout.wave_deadline_s)
+        context.pools = PoolServices(store, config, context.say)
+        context.rewards = RewardClient(store, config.rollout.wave_deadline_s, config.reward_url)
     progress.iterations = config.iterations
     _live[store.uri] = context
     try:

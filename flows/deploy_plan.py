@@ -30,6 +30,8 @@ SECRET = "rollart-key"
 CRASHED = "rollart: runs without heartbeat are crashed"
 REPORT = "rollart: report a failed run"
 HEARTBEAT_S, SILENCE_S = 30, 90  # 30 s is the shortest that Prefect takes; three missed in a row are a death
+JOB_ENV = {**CLIENT, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}
+LEAST_QUOTA = 2  # the trainer's host and the warm start; an engine each, where a run has more
 HIGH_PRIORITY, DEFAULT_PRIORITY = 1, 10  # teams come between, in the order in which they were made
 
 Kind = Literal["secret", "work pool", "queue", "limit", "flow", "deployment", "automation"]
@@ -101,7 +103,7 @@ def read_pools(name: str) -> list[Pool]:
 
 
 def read_teams(quotas: Iterable[str]) -> dict[str, int]:
-    """`["research=4"]` as `{"research": 4}`: runs of a team at once, on each pool. Raises UserError."""
+    """`["research=4"]` as `{"research": 4}`: jobs of a team at once, on each pool. Raises UserError."""
     teams = {}
     for quota in quotas:
         name, _, limit = quota.partition("=")
@@ -109,6 +111,12 @@ def read_teams(quotas: Iterable[str]) -> dict[str, int]:
             raise UserError("--team", f"{quota!r} is no quota", "give NAME=LIMIT, e.g. --team research=4")
         if name in ("default", "high"):
             raise UserError("--team", f"every pool has the queue {name!r} already", "choose another name")
+        if int(limit) < LEAST_QUOTA:
+            raise UserError(
+                "--team",
+                f"{quota!r} is too little for one run, which has {LEAST_QUOTA} jobs on a pool while it warms up",
+                f"give {name}={LEAST_QUOTA} or more",
+            )
         teams[name] = int(limit)
     return teams
 
@@ -180,8 +188,7 @@ def _process_template() -> dict[str, Any]:
 
     template = ProcessWorker.get_default_base_job_template()
     template["variables"]["properties"]["env"]["default"] = {
-        **CLIENT,
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+        **JOB_ENV,
         "ROLLART_KEY": f"{{{{ prefect.blocks.secret.{SECRET} }}}}",
     }
     return template

@@ -68,7 +68,8 @@ def create(path: Path, overrides: Sequence[str]) -> tuple[Store, RunConfig]:
 def open_run(run: str, config: str | None, settings: Sequence[str], endpoint_url: str | None) -> Store:
     """The store of a run that a deployment is to train: one that exists, or a new one from a config.
 
-    `run` is the whole URI of a prepared run, or a name below the `store.root` of `config`. Raises UserError.
+    `run` is the whole URI of a prepared run, or a name below the `store.root` of `config`. Settings that differ from
+    those of a run that exists are changed as `rollart resume` changes them. Raises UserError.
     """
     from flows import checks
     from tasks.store import Store, layout
@@ -81,8 +82,21 @@ def open_run(run: str, config: str | None, settings: Sequence[str], endpoint_url
                 f"there is no run at {run}",
                 "give the URI of a prepared run, or `config` to make a new one",
             )
-        return store
+        return _changed(store, settings)
     path = find_config(config)
     overrides = ["placement=pools", *settings, f"name={run!r}"]
     store = checks.store_of(resolved(path, overrides)).below(run)
-    return store if store.exists(layout.CONFIG) else create(path, overrides)[0]
+    return _changed(store, settings) if store.exists(layout.CONFIG) else create(path, overrides)[0]
+
+
+def _changed(store: Store, settings: Sequence[str]) -> Store:
+    """The store of a run, whose configuration now has these settings. Raises UserError if they may not change."""
+    from flows import checks
+    from tasks.config import parse_config, stored_config
+    from tasks.store import layout
+
+    config = stored_config(store)
+    if parse_config(config.model_dump(mode="json", exclude_none=True), list(settings)) != config:
+        changed = checks.resumed_config(store, config, list(settings))
+        store.write(layout.CONFIG, changed.to_toml().encode())
+    return store

@@ -8,6 +8,8 @@ the controller's registration in the store tells the services whether their run 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from uuid import UUID
 
 import httpx
 from prefect import get_client
+from prefect.blocks.system import Secret
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, StateType
@@ -23,13 +26,14 @@ from prefect.deployments import arun_deployment
 from prefect.states import Cancelled, Cancelling, Crashed
 
 from flows.context import run_tags
+from flows.deploy_plan import SECRET as SECRET_BLOCK
 from flows.serve import CONTROLLER
 from flows.server import configured_api
 from hardware.pools import Pool, pool_for
 from tasks.commands import STAGE, service_restarts
 from tasks.config import RunConfig
 from tasks.errors import RunFailed, UserError
-from tasks.keys import fingerprint, run_key
+from tasks.keys import SECRET, fingerprint, run_key
 from tasks.services import HEARTBEAT_S, Registrar, Registration, Status, registered
 from tasks.store import Store, layout
 
@@ -263,7 +267,7 @@ async def on_its_pool(deployment: str, context: RunContext) -> None:
         tags=context.tags,
         work_queue_name=context.config.work_queue,
     )
-    context.progress.say(f"{deployment} is on its pool: flow run {run.name}")
+    context.say(f"{deployment} is on its pool: flow run {run.name}")
     async with get_client() as client:
         try:
             while not (run.state is not None and run.state.is_final()):
@@ -294,7 +298,15 @@ def check_pools(config: RunConfig) -> None:
             for kind in STAGE:
                 client.read_deployment_by_name(f"serve-{kind}/serve-{kind}")
             for stage in STAGE.values():
-                client.read_work_pool(pool_for(stage, config.pools).work_pool)
+                pool = pool_for(stage, config.pools).work_pool
+                client.read_work_pool(pool)
+                queues = [queue.name for queue in client.read_work_queues(work_pool_name=pool)]
+                if config.work_queue not in queues:  # the server would make one, without a quota
+                    raise UserError(
+                        "work_queue",
+                        f"pool {pool} has no queue {config.work_queue!r}",
+                        f"use one of {', '.join(queues)}, or make it: rollart deploy --team {config.work_queue}=LIMIT",
+                    )
         except ObjectNotFound as error:
             raise UserError(
                 "placement",
@@ -305,3 +317,11 @@ def check_pools(config: RunConfig) -> None:
             raise UserError(
                 "PREFECT_API_URL", f"{api} does not answer ({error})", "start it: prefect server start"
             ) from None
+    _know_the_key()
+
+
+def _know_the_key() -> None:
+    """Outside of a job, as in a terminal, take the key of the runs from where `rollart deploy` put it."""
+    if not os.environ.get(SECRET):
+        with contextlib.suppress(ValueError):  # no such block: the keys came another way
+            os.environ[SECRET] = str(Secret.load(SECRET_BLOCK, _sync=True).get())

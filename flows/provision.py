@@ -37,7 +37,7 @@ async def provision(run: str, kinds: Sequence[str] = ALL, pin_version: int | Non
     context = live(run)
     started_at = time.time()
     await asyncio.to_thread(publish_policy, context.store, context.config)
-    for kind in (*kinds, "reward") if context.pools is not None else kinds:
+    for kind in (*kinds, "reward") if _hosts_reward(context) else kinds:
         names = service_names(context, kind)
         for name in names:
             with on_pool(STAGE[kind], context.config):
@@ -47,6 +47,11 @@ async def provision(run: str, kinds: Sequence[str] = ALL, pin_version: int | Non
     await asyncio.gather(*(ready(context, kind, started_at) for kind in kinds if kind != "engine"))
     if "environments" in kinds:
         await connect_environments(context)
+
+
+def _hosts_reward(context: RunContext) -> bool:
+    """Whether the reward function is a service of this run: not in its own process, not a platform's."""
+    return context.pools is not None and context.config.reward_url is None
 
 
 async def connect_environments(context: RunContext) -> None:

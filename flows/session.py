@@ -168,17 +168,12 @@ class _Heard(logging.Handler):
 @contextlib.contextmanager
 def _heard(context: RunContext) -> Iterator[None]:
     """Warnings of the loggers below `rollart` go to the terminal and to the flow run's log."""
-    logger, handler = logging.getLogger("rollart"), _Heard(lambda text: _say(context, text))
+    logger, handler = logging.getLogger("rollart"), _Heard(context.say)
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-
-
-def _say(context: RunContext, text: str) -> None:
-    context.progress.say(text)
-    context.problems.append(text)
 
 
 async def _beside_watch(context: RunContext, work: Work) -> Any:
@@ -188,7 +183,7 @@ async def _beside_watch(context: RunContext, work: Work) -> Any:
             watches = [
                 group.create_task(watch_services(context)),
                 group.create_task(tell_problems(context)),
-                group.create_task(watch_server(lambda text: _say(context, text))),
+                group.create_task(watch_server(context.say)),
                 group.create_task(attempts.watch_pause()),
             ]
             result = await work(context)

@@ -59,6 +59,13 @@ def start(pool: Pool, name: str | None) -> NoReturn:
 
 
 def enter(pool: dict[str, Any]) -> dict[str, str]:
-    """A pull step of deployments: the folder to run in, if the machine has what the pool says. Raises UserError."""
-    check(Pool.model_validate(pool))
+    """A pull step of deployments: the folder to run in, if the machine has what the pool says. Raises UserError.
+
+    A pod has its share of a machine, which the cluster gave it as its job template asked: of what the pool says,
+    only the kind of accelerator can be seen from inside.
+    """
+    promised = Pool.model_validate(pool)
+    if promised.type == "kubernetes":
+        promised = promised.model_copy(update={"count": 1, "memory_gib": 0, "cores": 0})
+    check(promised)
     return {"directory": str(ROOT)}

@@ -219,6 +219,11 @@ class RunConfig(Section):
     work_queue: str = Field(
         "default", description="on pools: the work queue, on each of them, of the run's services"
     )
+    reward_url: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        description="on pools: a reward function that a serverless platform runs; default: one is started on its pool",
+    )
     services_grace_s: float = Field(
         300.0, ge=10, description="on pools: how long services outlive a run that is paused, failed or gone"
     )

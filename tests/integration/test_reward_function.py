@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -24,7 +23,7 @@ from tasks.errors import DeadlineExceeded, RunFailed
 from tasks.keys import API_KEY, SECRET
 from tasks.reward import score
 from tasks.reward.client import RewardClient
-from tasks.services import Registration, registered
+from tasks.services import registered
 from tasks.store import Store, layout
 from tasks.trajectory import Trajectory, encode
 
@@ -170,10 +169,7 @@ def test_a_gateway_that_has_no_copy_up_yet_is_asked_again(
     Gateway.answers = [busy, busy, (200, b'{"rewards": [0.25], "seconds": [0.0]}')]
     with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_address[1]}"
-        store.write_json(
-            "services/reward.json", asdict(Registration("reward", "reward", "local", "ready", address))
-        )
-        assert RewardClient(store, deadline_s=30).scored(trajectory()).reward == 0.25
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert RewardClient(store, deadline_s=30, url=url).scored(trajectory()).reward == 0.25
         server.shutdown()
     assert Gateway.answers == []

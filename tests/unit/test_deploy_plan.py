@@ -16,13 +16,14 @@ from flows.deploy_plan import (
     Found,
     Step,
     Thing,
+    crashed_automation,
     merged_schedules,
     read_pools,
     read_teams,
     steps_to,
     wanted,
 )
-from hardware.pools import Pool, local_pools
+from hardware.pools import Pool, local_pools, pool_set
 from tasks.errors import UserError
 
 BLOCK = "0b6d6e3e-1a55-4f0b-9c0e-2f5f4f0a7a11"
@@ -106,6 +107,15 @@ def test_a_pool_with_a_promise_has_its_jobs_check_the_machine() -> None:
     assert steps[-1]["flows.worker.enter"]["pool"]["accelerator"] == "h20"
     json.dumps(steps)
     assert len(named(found, "deployment", "train/train").body["pull_steps"]) == 1
+
+
+def test_pods_say_that_they_live_as_often_as_processes_do() -> None:
+    """Or the automation that waits for three missed heartbeats would end healthy ones."""
+    for pool in pool_set("production"):
+        env = deploy_plan.job_template(pool)["variables"]["properties"]["env"]["default"]
+        assert env == deploy_plan.JOB_ENV
+    within = crashed_automation(pool_set("production")).body["trigger"]["within"]
+    assert within >= 3 * int(deploy_plan.JOB_ENV["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
 
 
 def test_a_report_is_wanted_only_with_a_block_to_send_it_to() -> None:
@@ -266,10 +276,12 @@ def test_a_work_pool_keeps_its_type(things: list[Thing]) -> None:
 
 
 def test_quotas_are_read() -> None:
-    assert read_teams(["research=4", "a-1=1"]) == {"research": 4, "a-1": 1}
+    assert read_teams(["research=4", "a-1=2"]) == {"research": 4, "a-1": 2}
 
 
-@pytest.mark.parametrize("quota", ["research", "research=", "research=0", "re search=1", "=3", "a=-1", "a=b"])
+@pytest.mark.parametrize(
+    "quota", ["research", "research=", "research=0", "research=1", "re search=2", "=3", "a=-1", "a=b"]
+)
 def test_a_wrong_quota_is_refused(quota: str) -> None:
     with pytest.raises(UserError, match="--team"):
         read_teams([quota])
@@ -278,7 +290,7 @@ def test_a_wrong_quota_is_refused(quota: str) -> None:
 @pytest.mark.parametrize("name", ["default", "high"])
 def test_a_team_is_not_called_like_a_queue_that_every_pool_has(name: str) -> None:
     with pytest.raises(UserError, match="already"):
-        read_teams([f"{name}=1"])
+        read_teams([f"{name}=4"])
 
 
 @pytest.mark.parametrize(

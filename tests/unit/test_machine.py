@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from flows import worker
 from hardware.machine import Gpu, Machine, missing, this_machine
 from hardware.pools import Pool
+from tasks.errors import UserError
 
 H20 = Pool(name="p", role="rollout", accelerator="h20", count=8, memory_gib=1000, cores=96)
 GOOD = Machine((Gpu("NVIDIA H20", 97871 / 1024),) * 8, 1007.5, 192)
@@ -83,3 +85,17 @@ def fake_driver(folder: Path, output: str, code: int = 0) -> None:
     script = folder / "nvidia-smi"
     script.write_text(f"#!/bin/sh\ncat <<'END'\n{output}END\nexit {code}\n")
     script.chmod(0o755)
+
+
+POD = Machine((GOOD.gpus[0],), 64.0, 16)  # the share of one job
+
+
+def test_in_a_pod_only_the_kind_of_accelerator_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "this_machine", lambda: POD)
+    in_a_pod = H20.model_copy(update={"type": "kubernetes"}).model_dump(mode="json")
+    assert Path(worker.enter(in_a_pod)["directory"], "flows").is_dir()
+    with pytest.raises(UserError, match="8 x H20"):
+        worker.enter(H20.model_dump(mode="json"))
+    monkeypatch.setattr(worker, "this_machine", lambda: changed(gpus=()))
+    with pytest.raises(UserError, match="no GPU"):
+        worker.enter(in_a_pod)
