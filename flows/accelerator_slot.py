@@ -22,6 +22,7 @@ from tasks.store import Store, layout
 LEASE_S = 60.0  # the shortest that Prefect allows
 RENEW_S = 15.0
 ASK_S = 2.0
+WAITING = "waiting for a place"  # how the registration of a service begins that has none yet
 
 
 @contextlib.asynccontextmanager
@@ -43,16 +44,47 @@ async def accelerator_slot(
                     raise
             if not told:
                 told = True
-                await waiting(f"waiting for a place on pool {pool.name}: limit {name} is taken by other runs")
+                await waiting(f"{WAITING} on pool {pool.name}: limit {name} is taken by other runs")
             await asyncio.sleep(ASK_S)
-        lease = UUID(answer.json()["lease_id"])
-        await asyncio.to_thread(store.write_json, layout.lease(service), {"lease": str(lease)})
-        renewal = asyncio.create_task(_renew(lease))
+        held = _Held(name, store, service)
+        await held.note(answer)
+        renewal = asyncio.create_task(held.renew())
         try:
             yield
         finally:
             renewal.cancel()
-            await _release(client, lease)
+            await _release(client, held.lease)
+
+
+class _Held:
+    """A lease that is renewed; one that was lost (the server restarted, or was away for too long) is taken anew."""
+
+    def __init__(self, name: str, store: Store, service: str):
+        self.name, self.store, self.service = name, store, service
+        self.lease: UUID | None = None
+
+    async def note(self, answer: httpx.Response) -> None:
+        """Keep the lease of an answer, also in the store."""
+        self.lease = UUID(answer.json()["lease_id"])
+        await asyncio.to_thread(self.store.write_json, layout.lease(self.service), {"lease": str(self.lease)})
+
+    async def renew(self) -> None:
+        """Renew the lease until cancelled; a server that is away is asked again."""
+        async with get_client() as client:
+            while True:
+                await asyncio.sleep(RENEW_S)
+                with contextlib.suppress(httpx.HTTPError, OSError):
+                    try:
+                        assert self.lease is not None
+                        await client.renew_concurrency_lease(self.lease, LEASE_S)
+                    except httpx.HTTPStatusError as error:
+                        if error.response.status_code != httpx.codes.GONE:
+                            raise
+                        await self.note(
+                            await client.increment_concurrency_slots_with_lease(
+                                [self.name], 1, "concurrency", LEASE_S
+                            )
+                        )
 
 
 def _kept_lease(store: Store, service: str) -> UUID | None:
@@ -67,11 +99,3 @@ async def _release(client: PrefectClient, lease: UUID | None) -> None:
     if lease is not None:
         with contextlib.suppress(httpx.HTTPError):  # it has run out, or the server is away and it will
             await client.release_concurrency_slots_with_lease(lease)
-
-
-async def _renew(lease: UUID) -> None:
-    async with get_client() as client:
-        while True:
-            await asyncio.sleep(RENEW_S)
-            with contextlib.suppress(httpx.HTTPError):  # a server that is away is asked again
-                await client.renew_concurrency_lease(lease, LEASE_S)

@@ -16,9 +16,12 @@ from typing import Any, Literal
 from prefect import get_client
 from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
+from prefect.events import emit_event
 from prefect.exceptions import Pause
 from prefect.states import AwaitingRetry
 from prefect.utilities import engine
+
+from flows.deploy_plan import RESTS
 
 WATCH_S = 2.0
 _STRIDE = 1_000_000  # more subflows than an attempt has
@@ -87,6 +90,15 @@ async def why_stopped() -> tuple[Ending, str]:
     if state is None or state.type in (StateType.CANCELLING, StateType.CANCELLED):
         return "stopped", "cancelled"
     return "paused", "its process was told to end: it goes on when there is a worker for it"
+
+
+def rest() -> None:
+    """Say that this attempt ends and the flow run goes on later, so that its silence is not taken for a death."""
+    run = _flow_run()
+    related = [
+        {"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"} for tag in run.tags
+    ]
+    emit_event(RESTS, {"prefect.resource.id": f"prefect.flow-run.{run.id}"}, related=related)
 
 
 async def reschedule(reason: str) -> Pause:

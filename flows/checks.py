@@ -198,13 +198,14 @@ def check_ports(config: RunConfig) -> None:
 def check_tracking(config: RunConfig) -> None:
     """MLflow knows the kind of address it is given."""
     from tasks.tracking.mlflow_tracker import tracking_uri
+    from tasks.tracking.spool import redact
 
     uri = tracking_uri(config)
     scheme = urlsplit(uri).scheme if "://" in uri else "file"
     if scheme.split("+")[0] not in TRACKING_SCHEMES:
         raise UserError(
             "tracking.mlflow_uri" if config.tracking.mlflow_uri else "MLFLOW_TRACKING_URI",
-            f"{uri!r} is no address of MLflow",
+            f"{redact(uri)!r} is no address of MLflow",
             f"use one of {', '.join(f'{s}://' for s in TRACKING_SCHEMES)}, or leave it out for a SQLite file",
         )
 
@@ -478,12 +479,13 @@ def stored_run(root: str, name: str, endpoint_url: str | None = None) -> tuple[S
 
 
 def check_readable(root: Store) -> None:
-    """A store can be reached: without this, a wrong endpoint would be retried for a minute. A folder is there."""
+    """A store can be read: without this, a wrong endpoint would be retried for a minute."""
+    from tasks.store.check import check_readable as look_into
+
     if not root.local:
-        check_store(root)
-    elif (
-        root.uri != Store("runs").uri and not Path(root.root).is_dir()
-    ):  # the default comes with the first run
+        check_credentials()
+        look_into(root)
+    elif not Path(root.root).is_dir() and root.uri != Store("runs").uri:  # which comes with the first run
         raise UserError("--store", f"there is no folder {root.root}", "give the store.root of your runs")
 
 

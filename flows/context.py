@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from flows.pools import PoolServices
     from tasks.tracking.mlflow_tracker import Tracker
 
+SCORING_THREADS = 32  # trajectories that may be scored at once
+
 
 @dataclass
 class RunContext:
@@ -43,6 +46,9 @@ class RunContext:
     tracker: Tracker
     pools: PoolServices | None = None  # of those that are flows on their pools
     rewards: RewardClient | None = None  # of the reward function; without one, rewards are computed here
+    scoring: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(SCORING_THREADS, "scoring")
+    )  # of its own: rewards that wait must not keep the watch over the services from its threads
     dask: Client | None = None
     slots: Slots = field(default_factory=lambda: Slots(1))  # of the environments cluster
     ledger: Ledger | None = None
@@ -80,6 +86,17 @@ class RunContext:
     def name(self) -> str:
         """The run's name: the last part of its URI."""
         return self.store.name
+
+    @property
+    def next_version_s(self) -> float:
+        """The longest wait for the engines to serve another version: each stage before that has its own deadline."""
+        config = self.config
+        return (
+            config.rollout.wave_deadline_s
+            + config.trainer.step_deadline_s
+            + config.trainer.start_deadline_s
+            + config.inference.start_deadline_s
+        )
 
     @property
     def tags(self) -> list[str]:
@@ -164,6 +181,9 @@ async def open_context(store: Store, progress: Progress, supervisor: Supervisor)
         yield context
     finally:
         del _live[store.uri]
+        if context.rewards is not None:
+            context.rewards.close()
+        context.scoring.shutdown(wait=False, cancel_futures=True)
 
 
 def named(prefix: str) -> Callable[[], str]:

@@ -30,6 +30,9 @@ SECRET = "rollart-key"
 CRASHED = "rollart: runs without heartbeat are crashed"
 REPORT = "rollart: report a failed run"
 HEARTBEAT_S, SILENCE_S = 30, 90  # 30 s is the shortest that Prefect takes; three missed in a row are a death
+RESTS = "rollart.flow-run.rests"  # event
+# States of flow runs without a process, and the last word of an attempt that is to go on later.
+SILENT = ("Completed", "Failed", "Cancelled", "Crashed", "Preempted", "Suspended", "Paused", "AwaitingRetry")
 JOB_ENV = {**CLIENT, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}
 LEAST_QUOTA = 2  # the trainer's host and the warm start; an engine each, where a run has more
 HIGH_PRIORITY, DEFAULT_PRIORITY = 1, 10  # teams come between, in the order in which they were made
@@ -268,7 +271,7 @@ def _schedule(entry: dict[str, Any]) -> dict[str, Any]:
 
 def crashed_automation(pools: list[Pool]) -> Thing:
     """A process that was killed cannot say so: without this its run would be `Running` for ever."""
-    ended = [f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")]
+    ended = [f"prefect.flow-run.{state}" for state in SILENT] + [RESTS]
     message = f"No heartbeat for {SILENCE_S} s: the process, its machine or its way to the server is gone."
     trigger = {
         "type": "event",

@@ -25,6 +25,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import arun_deployment
 from prefect.states import Cancelled, Cancelling, Crashed
 
+from flows.accelerator_slot import WAITING
 from flows.context import run_tags
 from flows.deploy_plan import SECRET as SECRET_BLOCK
 from flows.serve import CONTROLLER
@@ -223,12 +224,8 @@ class PoolServices:
     async def _waits_for(self, service: PoolService, state: StateType) -> str:
         if state == StateType.RUNNING:
             found = await asyncio.to_thread(registered, self.store, service.name)
-            fresh = found is not None and found.started_at >= service.started_at - 1
-            return (
-                found.detail
-                if found is not None and fresh and found.detail.startswith("waiting for a place")
-                else ""
-            )
+            waits = found is not None and self._alive(found) and found.detail.startswith(WAITING)
+            return found.detail if found is not None and waits else ""
         if time.time() - service.started_at < WORKER_S:
             return service.waiting
         pool = service.pool.work_pool
@@ -324,4 +321,5 @@ def _know_the_key() -> None:
     """Outside of a job, as in a terminal, take the key of the runs from where `rollart deploy` put it."""
     if not os.environ.get(SECRET):
         with contextlib.suppress(ValueError):  # no such block: the keys came another way
-            os.environ[SECRET] = str(Secret.load(SECRET_BLOCK, _sync=True).get())
+            block: Any = Secret.load(SECRET_BLOCK)  # the checks run outside of any event loop
+            os.environ[SECRET] = str(block.get())

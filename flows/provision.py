@@ -14,6 +14,7 @@ from typing import Any
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from flows.accelerator_slot import WAITING
 from flows.context import RunContext, live, on_pool
 from flows.pools import PoolService
 from tasks.commands import STAGE, service_command, service_restarts
@@ -121,7 +122,7 @@ async def admitted(context: RunContext, name: str) -> None:
         if (
             found is not None
             and found.heartbeat_at > context.pools.services[name].started_at - 1
-            and not waiting(context)
+            and not found.detail.startswith(WAITING)
         ):
             check_key(context, found)
             return

@@ -33,7 +33,7 @@ async def rollout(run: str, wave: int) -> None:
     context = live(run)
     await context.wait_until(
         lambda: context.served is not None and context.groups.admits(wave, context.served),
-        context.config.trainer.step_deadline_s,
+        context.next_version_s,
         f"an engine to serve version {wave - context.config.rollout.max_staleness} or later",
         f"{run}/services/engine-0.json",
     )
@@ -144,7 +144,8 @@ class _Wave:
                 if self.settings.barrier == "turn" and self.episodes.in_flight:
                     continue
                 for ended in self.held:
-                    scoring.create_task(self._take(ended))
+                    members = self.results.get((ended.wave, ended.group))
+                    scoring.create_task(self._take(ended, members))
                 self.held = []
 
     def _note_failure(self, failure: EpisodeFailure) -> None:
@@ -154,13 +155,16 @@ class _Wave:
             "episode %s of group %s failed in %s: %s", failure.index, key, failure.stage, failure.reason
         )
 
-    async def _take(self, result: Trajectory | EpisodeFailure) -> None:
-        """Score a result and put it to its group; the group is finished by enough trajectories."""
-        if isinstance(result, Trajectory):
-            result = await asyncio.to_thread(self._scored, result)
+    async def _take(
+        self, result: Trajectory | EpisodeFailure, members: list[Trajectory | EpisodeFailure] | None
+    ) -> None:
+        """Score a result and put it to its group, `members`; the group is finished by enough trajectories."""
         key = (result.wave, result.group)
-        members = self.results.get(key)
-        if members is None:  # cancelled meanwhile, or enough others were faster
+        if isinstance(result, Trajectory) and members is not None:
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(self.context.scoring, self._scored, result)
+        # Cancelled meanwhile, perhaps dispatched again, or enough others were faster:
+        if members is None or self.results.get(key) is not members:
             self.context.waste([result])
             return
         members.append(result)
@@ -185,7 +189,8 @@ class _Wave:
             group = Group(*key, trajectories, failures)
             data = encode(trajectories, failures)
             await asyncio.to_thread(self.context.store.write, layout.group(*key), data)
-            if groups.finish(key, group.oldest_version):
+            again = key in self.results  # too old by now, and dispatched again
+            if not again and groups.finish(key, group.oldest_version):
                 self.context.finished[key] = group
             else:
                 self.context.waste(results)

@@ -19,6 +19,7 @@ from prefect.states import Crashed
 
 from flows.accelerator_slot import accelerator_slot
 from flows.attempts import on_terminate
+from flows.server import ask_again_soon
 from hardware.pools import pool_for
 from tasks.commands import STAGE, service_command, service_restarts
 from tasks.config import RunConfig, stored_config
@@ -82,6 +83,7 @@ class _Host:
 
     async def serve(self) -> Any:
         """Host the service until the run ends or lets it go; a terminate signal is a preemption."""
+        ask_again_soon()
         stopped = asyncio.Event()
         on_terminate(stopped.set)
         with tags(f"stage:{STAGE[self.kind]}", *self.pool.prefect_tags):
@@ -101,7 +103,10 @@ class _Host:
     async def _serve(self) -> str:
         if self.pool.accelerated:
             async with accelerator_slot(self.pool, self.store, self.name, self._waiting):
-                return await self._host()
+                try:
+                    return await self._host()
+                finally:  # the place is free once nothing is on it any more
+                    await asyncio.shield(asyncio.to_thread(self.supervisor.stop, 20.0))
         return await self._host()
 
     async def _host(self) -> str:

@@ -93,6 +93,8 @@ async def _guarded(context: RunContext, work: Work, training: bool) -> Any:
         raise
     finally:
         await asyncio.shield(_close(context, status, reason, training))
+        if status == "paused":
+            attempts.rest()
     if status == "paused":
         raise await attempts.reschedule(reason)
     return Cancelled(message=f"Stopped on request. Continue with: rollart resume {context.name}")
@@ -120,7 +122,7 @@ async def _end_stopped(context: RunContext) -> None:
         async with asyncio.timeout(PREFECT_DEADLINE_S):
             tagged = _tagged(context, StateType.CRASHED)
             tagged.start_time = own
-            await _set_states(tagged, Cancelled(message="Stopped on request."))
+            await _set_states(context, tagged, Cancelled(message="Stopped on request."))
 
 
 async def _end_dead_start(context: RunContext) -> None:
@@ -132,8 +134,8 @@ async def _end_dead_start(context: RunContext) -> None:
     )
     with contextlib.suppress(Exception):
         async with asyncio.timeout(PREFECT_DEADLINE_S):
-            await _set_states(_tagged(context, *unended), crashed)
-            await _set_states(parents, crashed)
+            await _set_states(context, _tagged(context, *unended), crashed)
+            await _set_states(context, parents, crashed)
 
 
 def _tagged(context: RunContext, *states: StateType) -> filters.FlowRunFilter:
@@ -145,12 +147,17 @@ def _in_states(*states: StateType) -> filters.FlowRunFilterState:
     return filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=list(states)))
 
 
-async def _set_states(which: filters.FlowRunFilter, state: State) -> None:
-    """Set the state of the flow runs that `which` finds, except this one and services, which may be alive."""
+async def _set_states(context: RunContext, which: filters.FlowRunFilter, state: State) -> None:
+    """Set the state of the flow runs that `which` finds, except this one and services, which may be alive.
+
+    A run of the same name in another store is left alone.
+    """
     async with get_client() as client:
         for found in await client.read_flow_runs(flow_run_filter=which):
             hosts_service = any(tag.startswith("service:") for tag in found.tags)
-            if str(found.id) != flow_run.id and not hosts_service:
+            run = str(found.parameters.get("run", ""))
+            elsewhere = (run.startswith("/") or "://" in run) and run.rstrip("/") != context.run
+            if str(found.id) != flow_run.id and not hosts_service and not elsewhere:
                 await client.set_flow_run_state(found.id, state, force=True)
 
 

@@ -98,7 +98,7 @@ async def rollout_lane(context: RunContext, waves: Sequence[int]) -> None:
         for wave in waves:
             await context.wait_until(
                 lambda wave=wave: context.groups.admits(wave - 1, context.served or 0),  # type: ignore[misc]
-                2 * context.config.trainer.step_deadline_s,
+                2 * context.next_version_s,
                 f"wave {wave} to be admitted",
                 f"{context.run}/services",
             )
@@ -120,10 +120,13 @@ def first_open_iteration(context: RunContext) -> int:
 
 
 def restore_ledger(context: RunContext) -> Ledger:
-    """The ledger as the store's batches and finished groups say."""
+    """The ledger as the store's batches and finished groups say; what is too old for the next batch is made again."""
     store, consumed = context.store, consumed_groups(context.store)
     finished = {key: _oldest_version(store, key) for key in _stored_groups(store) if key not in consumed}
-    return new_ledger(context.config.rollout, consumed, finished)
+    ledger = new_ledger(context.config.rollout, consumed, finished)
+    written = [k for k in store.numbers("batches") if store.manifest(layout.batch(k)) is not None]
+    ledger.expire(max((k + 1 for k in written if k >= 0), default=0))
+    return ledger
 
 
 def new_ledger(

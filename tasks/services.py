@@ -202,23 +202,32 @@ class Supervisor:
 
     def _watch(self) -> None:
         while not self._stop.wait(0.2):
-            with self._lock:
-                for service in self.services.values():
-                    self._look_after(service)
+            for service in list(self.services.values()):
+                try:
+                    with self._lock:
+                        code = self._look_after(service)
+                    if (
+                        code is not None and self.on_death is not None
+                    ):  # it may take its time: not under the lock
+                        gave_up = service.deaths > service.restarts
+                        self.on_death(service.name, code, tail(service.log), gave_up)
+                except Exception as error:  # a full disk, for one: whatever it is, the watch goes on
+                    service.next_start = time.monotonic() + 5.0
+                    print(f"looking after {service.name}: {error}", file=sys.stderr, flush=True)
 
-    def _look_after(self, service: Service) -> None:
+    def _look_after(self, service: Service) -> int | None:
+        """Start a service again when it is time; the exit code of one that has died since the last look."""
         if service.process is None:
             if service.deaths <= service.restarts and time.monotonic() >= service.next_start:
                 self._start(service)
-            return
+            return None
         code = service.process.poll()
         if code is None:
-            return
+            return None
         service.process = None
         service.deaths = service.restarts + 1 if code == GAVE_UP else service.deaths + 1
         service.next_start = time.monotonic() + min(0.5 * 2**service.deaths, 30.0)
-        if self.on_death is not None:
-            self.on_death(service.name, code, tail(service.log), service.deaths > service.restarts)
+        return code
 
     def _record(self) -> None:
         ids = [

@@ -1,4 +1,4 @@
-"""Whether a store can be written, asked before anything is started.
+"""Whether a store can be written, or read, asked before anything is started.
 
 Invariant: an answer within DEADLINE_S, whatever the endpoint does, and no credential in any message.
 """
@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,16 @@ def check_writable(store: Store) -> None:
     if store.local:
         _check_folder(Path(store.root))
         return
+    _ask(store, _write_probe, "write to", "s3:PutObject")
+
+
+def check_readable(store: Store) -> None:
+    """Look into a store that is not local. Raises UserError naming the setting, within DEADLINE_S."""
+    _ask(store, _read_probe, "read", "s3:ListBucket and s3:GetObject")
+
+
+def _ask(store: Store, operation: Callable[[Any, str], None], verb: str, permission: str) -> None:
+    """Do an operation without the store's retries, and without a session that fsspec has kept."""
     if not store.uri.startswith(("s3://", "s3a://")):
         return
     _check_reachable(store)
@@ -32,7 +43,7 @@ def check_writable(store: Store) -> None:
 
     def probe() -> None:
         try:
-            _probe(store)
+            operation(type(store.fs)(**{**store.fs.storage_options, "skip_instance_cache": True}), store.root)
             outcome.append(None)
         except BaseException as error:
             outcome.append(error)
@@ -47,7 +58,7 @@ def check_writable(store: Store) -> None:
             "check that it is an S3 server, and up",
         )
     if outcome[0] is not None:
-        raise _explain(store, outcome[0]) from None
+        raise _explain(store, outcome[0], verb, permission) from None
 
 
 def _check_folder(folder: Path) -> None:
@@ -83,15 +94,20 @@ def _check_reachable(store: Store) -> None:
         ) from None
 
 
-def _probe(store: Store) -> None:
-    """One object written and removed, without the store's retries and without a session that fsspec has kept."""
-    fs = type(store.fs)(**{**store.fs.storage_options, "skip_instance_cache": True})
-    path = f"{store.root}/.check-{secrets.token_hex(6)}"
+def _write_probe(fs: Any, root: str) -> None:
+    path = f"{root}/.check-{secrets.token_hex(6)}"
     fs.pipe_file(path, b"1")
     fs.rm_file(path)
 
 
-def _explain(store: Store, error: BaseException) -> UserError:
+def _read_probe(fs: Any, root: str) -> None:
+    try:
+        fs.ls(root)
+    except FileNotFoundError:  # a root without anything below it; a bucket must be there
+        fs.ls(root.split("/")[0])
+
+
+def _explain(store: Store, error: BaseException, verb: str, permission: str) -> UserError:
     import botocore.exceptions as boto
 
     bucket = store.root.split("/")[0]
@@ -123,11 +139,13 @@ def _explain(store: Store, error: BaseException) -> UserError:
     if "AccessDenied" in codes or isinstance(error, PermissionError):
         return UserError(
             "store.root",
-            f"the credentials may not write to {store.uri}",
-            "grant them s3:PutObject, or name another bucket",
+            f"the credentials may not {verb} {store.uri}",
+            f"grant them {permission}, or name another bucket",
         )
     return UserError(
-        "store.root", f"{store.uri} cannot be written ({type(error).__name__})", "look at the S3 server's log"
+        "store.root",
+        f"it is not possible to {verb} {store.uri} ({type(error).__name__})",
+        "look at the S3 server's log",
     )
 
 

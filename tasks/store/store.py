@@ -69,7 +69,15 @@ class Store:
     # single objects
 
     def exists(self, key: str) -> bool:
-        return self._retry(lambda: bool(self.fs.isfile(self._path(key))), f"existence of {key}")
+        """Whether there is an object. Not `fs.isfile`, which takes a store that is away for one without it."""
+
+        def found() -> bool:
+            try:
+                return self.fs.info(self._path(key))["type"] == "file"
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+        return self._retry(found, f"existence of {key}")
 
     def read(self, key: str) -> bytes:
         """The object's bytes. Raises FileNotFoundError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -251,6 +252,7 @@ def test_a_paused_run_keeps_its_services_and_goes_on_when_it_is_resumed(site: Si
     site.wait(
         lambda: site.store("paused").read_json("services/controller.json")["status"] == "paused", "the pause"
     )
+    time.sleep(100)  # longer than the silence after which a run without heartbeat is taken for dead
     assert site.state(flow_run)["type"] == "PAUSED"
     site.post(f"/flow_runs/{flow_run}/resume", {})
     site.wait(lambda: site.state(flow_run)["type"] == "RUNNING", "the run to go on")

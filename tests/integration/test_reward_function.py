@@ -165,11 +165,28 @@ def test_a_gateway_that_has_no_copy_up_yet_is_asked_again(
     monkeypatch.delenv(API_KEY, raising=False)
     monkeypatch.setenv(SECRET, "secret")
     store = Store(str(tmp_path / "run"))
-    busy = (503, b"upstream connect error")
-    Gateway.answers = [busy, busy, (200, b'{"rewards": [0.25], "seconds": [0.0]}')]
+    busy, many = (503, b"upstream connect error"), (429, b"too many requests")
+    Gateway.answers = [busy, many, (200, b'{"rewards": [0.25], "seconds": [0.0]}')]
     with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        assert RewardClient(store, deadline_s=30, url=url).scored(trajectory()).reward == 0.25
+        client = RewardClient(store, deadline_s=30, url=url)
+        assert client.scored(trajectory()).reward == 0.25
+        Gateway.answers = [(404, b"<html>no such service</html>")]
+        with pytest.raises(RunFailed, match="404 <html>no such service"):
+            client.scored(trajectory())
         server.shutdown()
     assert Gateway.answers == []
+
+
+def test_who_waits_for_a_reward_gives_up_when_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(API_KEY, raising=False)
+    monkeypatch.setenv(SECRET, "secret")
+    client = RewardClient(Store(str(tmp_path / "run")), deadline_s=600)
+    closing = threading.Timer(1.0, client.close)
+    closing.start()
+    with pytest.raises(DeadlineExceeded):
+        client.scored(trajectory())
+    closing.join()

@@ -11,14 +11,19 @@ import pytest
 from tasks.errors import UserError
 from tasks.services import free_port
 from tasks.store import Store
-from tasks.store.check import check_writable
+from tasks.store.check import check_readable, check_writable
 from tests.integration.s3 import BUCKET, S3
 
 
 def refused(store: Store) -> UserError:
+    """What both checks say; the one for readers only where they differ in a word."""
+    if not store.local:
+        with pytest.raises(UserError) as reading:
+            check_readable(store)
     started = time.monotonic()
     with pytest.raises(UserError) as caught:
         check_writable(store)
+    assert store.local or reading.value.setting == caught.value.setting
     assert time.monotonic() - started < 4.0
     assert caught.value.fix
     return caught.value
@@ -26,6 +31,7 @@ def refused(store: Store) -> UserError:
 
 def test_a_usable_store_passes_and_nothing_is_left_in_it(tmp_path: Path, s3_env: S3) -> None:
     for store in (Store(str(tmp_path / "new" / "deep")), Store(f"s3://{BUCKET}/fresh", s3_env.endpoint_url)):
+        check_readable(store)
         check_writable(store)
         assert store.names("") == []
     assert not (tmp_path / "new").exists()

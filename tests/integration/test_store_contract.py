@@ -277,6 +277,8 @@ def test_answers_of_503_are_survived(remote: Store, s3_env: S3, tmp_path: Path) 
         s3_env.faults.refuse = 3
         remote.put(f"weights/{number}", {"f": b"x" * 1000, "g": b"y"})
         s3_env.faults.refuse = 3
+        assert remote.exists(f"weights/{number}/f")  # and not: it is not there
+        s3_env.faults.refuse = 3
         assert remote.get(f"weights/{number}", "f") == b"x" * 1000
         s3_env.faults.refuse = 3
         remote.fetch(f"weights/{number}", tmp_path / str(number))

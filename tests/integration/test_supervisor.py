@@ -123,6 +123,21 @@ def test_one_service_that_dies_does_not_touch_the_others(supervisor: Supervisor,
     assert steady.deaths == 0
 
 
+def test_an_error_in_looking_after_a_service_does_not_end_the_watch(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    supervisor = Supervisor(tmp_path, full_disk)
+    try:
+        supervisor.add("short", script("pass"), restarts=1)
+        until(lambda: (failed := supervisor.failed()) and failed.deaths == 2)
+    finally:
+        supervisor.stop()
+    assert "No space left" in capfd.readouterr().err
+
+
 def test_stop_ends_services_that_ignore_the_terminate_signal_with_their_children(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:

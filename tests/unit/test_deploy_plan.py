@@ -109,6 +109,13 @@ def test_a_pool_with_a_promise_has_its_jobs_check_the_machine() -> None:
     assert len(named(found, "deployment", "train/train").body["pull_steps"]) == 1
 
 
+def test_a_run_that_rests_is_not_taken_for_dead(things: list[Thing]) -> None:
+    """A paused or a preempted run has no process, and so no heartbeat."""
+    expected = named(things, "automation", deploy_plan.CRASHED).body["trigger"]["expect"]
+    for last_word in ("prefect.flow-run.Suspended", "prefect.flow-run.AwaitingRetry", deploy_plan.RESTS):
+        assert last_word in expected
+
+
 def test_pods_say_that_they_live_as_often_as_processes_do() -> None:
     """Or the automation that waits for three missed heartbeats would end healthy ones."""
     for pool in pool_set("production"):

@@ -201,8 +201,8 @@ def test_a_version_overtaken_while_it_is_fetched_is_skipped_but_never_two_in_a_r
 ) -> None:
     fetch = Store.fetch
 
-    def overtaken(store: Store, prefix: str, folder: Path) -> dict[str, Any]:
-        manifest = fetch(store, prefix, folder)
+    def overtaken(store: Store, prefix: str, folder: Path, **how: Any) -> dict[str, Any]:
+        manifest = fetch(store, prefix, folder, **how)
         if prefix.startswith("weights/") and manifest["version"] < 6:
             scene.publish(manifest["version"] + 1)
         return manifest

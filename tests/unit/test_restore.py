@@ -107,3 +107,16 @@ def test_a_restart_begins_at_the_first_iteration_without_a_record(tmp_path: Path
     put_batch(store, 2, "2/0", "2/1")  # its record is missing: the iteration is not finished
     assert first_open_iteration(given) == 2
     assert [record["k"] for record in given.progress.history] == [0, 1]
+
+
+def test_a_group_too_old_for_the_next_batch_is_made_again(tmp_path: Path) -> None:
+    """It may have expired just before the stop; offered as finished, it would leave the last batch short for ever."""
+    store = Store(str(tmp_path))
+    for wave, group, version in [(0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 1, 0)]:
+        put_group(store, wave, group, version)
+    put_batch(store, 0, "0/0", "0/1")
+    put_batch(store, 1, "0/0", "0/1")
+    ledger = restore_ledger(context(store, max_staleness=1))
+    assert ledger.finished_keys() == {(1, 0)}
+    ledger.open_wave(1)
+    assert ledger.dispatch(1) == [(1, 1)]
