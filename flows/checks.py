@@ -110,7 +110,6 @@ def preflight(config: RunConfig, name: str, *, resume: bool, store: Store | None
     check_ports(config)
     check_tracking(config)
     check_model(config)
-    check_cache(config)
     size = policy_size(config)
     check_prompt(config)
     check_scheduler(config)
@@ -120,6 +119,7 @@ def preflight(config: RunConfig, name: str, *, resume: bool, store: Store | None
         check_pools(config)
     root = store_of(config)
     check_disk(config, size, root)
+    check_cache(config)
     check_store(root)
     run = store or root.below(name)
     if resume:
