@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import random
 import re
 import shlex
@@ -28,6 +29,7 @@ PAGES = {
     name: (ROOT / name).read_text()
     for name in ("README.md", "docs/asynchrony.md", "deployments/README.md", "deployments/pools.md")
 }
+LEASES = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE="
 RUN = "frozenlake-1129-143012"
 
 
@@ -81,7 +83,9 @@ def test_every_command_is_known(command: str) -> None:
     if word == "make":
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif word == "export":
-        assert all(part.startswith(("AWS_", "PREFECT_API_URL=")) for part in rest)
+        assert all(part.startswith(("AWS_", "PREFECT_API_URL=", LEASES)) for part in rest)
+        modules = [part.removeprefix(LEASES) for part in rest if part.startswith(LEASES)]
+        assert all(importlib.util.find_spec(module) for module in modules)
     elif word == "uv":
         assert all((ROOT / part).exists() for part in rest if part.startswith("deployments/"))
     elif word in ("prefect", "mlflow"):
