@@ -30,24 +30,20 @@ async def accelerator_slot(
     pool: Pool, store: Store, service: str, waiting: Callable[[str], Awaitable[None]]
 ) -> AsyncIterator[None]:
     """Hold one place on `pool` for a service of a run; `waiting` is told, once, if it is not to be had at once."""
-    name, told = pool.limit, False
+    held, told = _Held(pool.limit, store, service), False
     async with get_client() as client:
         await _release(client, await asyncio.to_thread(_kept_lease, store, service))
         while True:
             try:
-                answer = await client.increment_concurrency_slots_with_lease(
-                    [name], 1, "concurrency", LEASE_S
-                )
+                await held.take(client)
                 break
             except httpx.HTTPStatusError as error:
                 if error.response.status_code != httpx.codes.LOCKED:
                     raise
             if not told:
                 told = True
-                await waiting(f"{WAITING} on pool {pool.name}: limit {name} is taken by other runs")
+                await waiting(f"{WAITING} on pool {pool.name}: limit {pool.limit} is taken by other runs")
             await asyncio.sleep(ASK_S)
-        held = _Held(name, store, service)
-        await held.note(answer)
         renewal = asyncio.create_task(held.renew())
         try:
             yield
@@ -63,8 +59,9 @@ class _Held:
         self.name, self.store, self.service = name, store, service
         self.lease: UUID | None = None
 
-    async def note(self, answer: httpx.Response) -> None:
-        """Keep the lease of an answer, also in the store."""
+    async def take(self, client: PrefectClient) -> None:
+        """Take a place, and keep its lease in the store. Raises httpx.HTTPStatusError, LOCKED if none is free."""
+        answer = await client.increment_concurrency_slots_with_lease([self.name], 1, "concurrency", LEASE_S)
         self.lease = UUID(answer.json()["lease_id"])
         await asyncio.to_thread(self.store.write_json, layout.lease(self.service), {"lease": str(self.lease)})
 
@@ -80,11 +77,7 @@ class _Held:
                     except httpx.HTTPStatusError as error:
                         if error.response.status_code != httpx.codes.GONE:
                             raise
-                        await self.note(
-                            await client.increment_concurrency_slots_with_lease(
-                                [self.name], 1, "concurrency", LEASE_S
-                            )
-                        )
+                        await self.take(client)
 
 
 def _kept_lease(store: Store, service: str) -> UUID | None:

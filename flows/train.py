@@ -124,8 +124,8 @@ def restore_ledger(context: RunContext) -> Ledger:
     store, consumed = context.store, consumed_groups(context.store)
     finished = {key: _oldest_version(store, key) for key in _stored_groups(store) if key not in consumed}
     ledger = new_ledger(context.config.rollout, consumed, finished)
-    written = [k for k in store.numbers("batches") if store.manifest(layout.batch(k)) is not None]
-    ledger.expire(max((k + 1 for k in written if k >= 0), default=0))
+    newest = (k for k in reversed(store.numbers("batches")) if store.manifest(layout.batch(k)) is not None)
+    ledger.expire(max(next(newest, -1) + 1, 0))
     return ledger
 
 
