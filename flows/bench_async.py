@@ -28,8 +28,6 @@ from flows.warm_start import initial_policy
 from tasks.store import layout
 from tasks.trajectory import Trajectory, decode
 
-FILL = 2  # iterations at the beginning of a turn that are not measured
-
 
 @dataclass
 class Turn:
@@ -63,7 +61,7 @@ async def bench_async(
         await initial_policy(context)
         await publish(run, await asyncio.to_thread(latest_version, context.store))
         turns: list[dict[str, Any]] = []
-        context.progress.iterations = repeats * len(SCHEDULES) * (FILL + iterations)
+        context.progress.iterations = repeats * sum(fill(name) + iterations for name in SCHEDULES)
         for repeat in range(repeats):
             for schedule in in_turn(list(SCHEDULES), repeat):
                 context.progress.phase = f"repeat {repeat + 1} of {repeats}: {schedule}"
@@ -83,23 +81,31 @@ def in_turn(schedules: list[str], repeat: int) -> list[str]:
     return rotated[::-1] if repeat // len(schedules) % 2 else rotated
 
 
+def fill(schedule: str) -> int:
+    """Iterations at the beginning of a turn that are not measured, since the pipeline is not full before them: the
+    first batches get the short episodes, and wait for the long ones only `max_staleness` iterations later.
+    """
+    return int(SCHEDULES[schedule]["max_staleness"]) + 2
+
+
 async def take_turn(context: RunContext, schedule: str, repeat: int, iterations: int) -> Turn:
-    """Run `FILL + iterations` iterations under a schedule, and measure the last `iterations`."""
+    """Run `fill(schedule) + iterations` iterations under a schedule, and measure the last `iterations`."""
     settings = context.config.rollout.model_copy(update={"barrier": "none", **SCHEDULES[schedule]})
     context.config = context.config.model_copy(update={"rollout": settings})
     first = await asyncio.to_thread(latest_version, context.store)
-    last = first + FILL + iterations
+    measured = first + fill(schedule)
+    last = measured + iterations
     context.first_wave = first
     context.ledger = new_ledger(settings, set())  # waves that the turn before ran ahead with are made anew
     context.finished, context.spans, context.wasted_tokens = {}, [], 0
     cpu = _Cpu(context)
-    watch = asyncio.create_task(_mark(context, first + FILL, cpu))
+    watch = asyncio.create_task(_mark(context, measured, cpu))
     try:
         await lanes(context, range(first, last), range(first, last + settings.max_staleness + 1))
     finally:
         watch.cancel()
     cpu.stop()
-    return await asyncio.to_thread(_measure, context, schedule, repeat, first + FILL, last, cpu)
+    return await asyncio.to_thread(_measure, context, schedule, repeat, measured, last, cpu)
 
 
 async def _mark(context: RunContext, k: int, cpu: _Cpu) -> None:
