@@ -25,7 +25,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import arun_deployment
 from prefect.states import Cancelled, Cancelling, Crashed
 
-from flows.accelerator_slot import WAITING
+from flows.accelerator_slot import RENEW_S, WAITING, keep_places
 from flows.context import run_tags
 from flows.deploy_plan import SECRET as SECRET_BLOCK
 from flows.serve import CONTROLLER
@@ -35,7 +35,7 @@ from tasks.commands import STAGE, service_restarts
 from tasks.config import RunConfig
 from tasks.errors import RunFailed, UserError
 from tasks.keys import SECRET, fingerprint, run_key
-from tasks.services import HEARTBEAT_S, Registrar, Registration, Status, registered
+from tasks.services import HEARTBEAT_S, Registrar, Registration, Status, died, registered
 from tasks.store import Store, layout
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class PoolServices:
         self.services: dict[str, PoolService] = {}
         self.name = store.name
         self._registrar: Registrar | None = None
-        self._looked_at = 0.0
+        self._looked_at = self._renewed_at = 0.0
 
     def open(self, training: bool) -> None:
         """Register this process as the run's controller.
@@ -127,6 +127,9 @@ class PoolServices:
             ids = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=list(by_id)))
             for run in await client.read_flow_runs(flow_run_filter=ids):
                 await self._judge(by_id[run.id], run)
+        if self._registrar is not None and self._looked_at - self._renewed_at > RENEW_S:
+            self._renewed_at = self._looked_at
+            await keep_places(self.store, [s.name for s in self.services.values() if s.pool.accelerated])
 
     def failed(self) -> PoolService | None:
         """A service that ended more often than it may, if any."""
@@ -209,7 +212,8 @@ class PoolServices:
             return  # whose run it is starts it again
         if state.is_final():
             preempted = state.name == "Preempted"
-            service.deaths += not preempted
+            if not preempted:
+                service.deaths = died(service.deaths, run.total_run_time.total_seconds())
             service.reason = f"{state.name}: {state.message or 'no message'}"
             how = "gave up" if service.deaths > service.restarts else "is started again"
             self.say(f"{service.name} on pool {service.pool.name} ended ({service.reason}) and {how}")
@@ -228,12 +232,16 @@ class PoolServices:
             return found.detail if found is not None and waits else ""
         if time.time() - service.started_at < WORKER_S:
             return service.waiting
-        pool = service.pool.work_pool
         async with get_client() as client:
-            workers = await client.read_workers_for_work_pool(pool)
-        if any(worker.status == "ONLINE" for worker in workers):
-            return f"waits for a place on pool {pool}: its limit is reached, or its worker is busy"
-        return f"waits for pool {pool}, which has no worker online; start one: rollart worker {pool}"
+            return await _not_taken_up(client, service.pool.work_pool)
+
+
+async def _not_taken_up(client: PrefectClient, pool: str) -> str:
+    """Why no worker of a work pool has taken up a flow run."""
+    workers = await client.read_workers_for_work_pool(pool)
+    if any(worker.status == "ONLINE" for worker in workers):
+        return f"waits for a place on pool {pool}: its limit is reached, or its worker is busy"
+    return f"waits for pool {pool}, which has no worker online; start one: rollart worker {pool}"
 
 
 async def _end(client: PrefectClient, run: FlowRun) -> None:
@@ -265,11 +273,16 @@ async def on_its_pool(deployment: str, context: RunContext) -> None:
         work_queue_name=context.config.work_queue,
     )
     context.say(f"{deployment} is on its pool: flow run {run.name}")
+    asked_at, told = time.monotonic(), False
     async with get_client() as client:
         try:
             while not (run.state is not None and run.state.is_final()):
                 await asyncio.sleep(LOOK_S)
                 run = await client.read_flow_run(run.id)
+                late = time.monotonic() - asked_at > WORKER_S and not told
+                if late and run.start_time is None and run.work_pool_name is not None:
+                    told = True
+                    context.say(f"{run.name} {await _not_taken_up(client, run.work_pool_name)}")
         except asyncio.CancelledError:
             await asyncio.shield(client.set_flow_run_state(run.id, Cancelling(), force=True))
             raise

@@ -15,6 +15,7 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.accelerator_slot import WAITING
+from flows.clocks import Clocks
 from flows.context import RunContext, live, on_pool
 from flows.pools import PoolService
 from tasks.commands import STAGE, service_command, service_restarts
@@ -44,7 +45,7 @@ async def provision(run: str, kinds: Sequence[str] = ALL, pin_version: int | Non
             with on_pool(STAGE[kind], context.config):
                 await start_service(run, kind, name, pin_version if kind == "engine" else None)
         if kind in ACCELERATED:
-            await asyncio.gather(*(admitted(context, name) for name in names))
+            await admitted(context, names)
     await asyncio.gather(*(ready(context, kind, started_at) for kind in kinds if kind != "engine"))
     if "environments" in kinds:
         await connect_environments(context)
@@ -115,17 +116,20 @@ async def ready(context: RunContext, kind: str, started_at: float) -> Registrati
     raise DeadlineExceeded(f"service {kind} to be ready", settings.start_deadline_s, str(log))
 
 
-async def admitted(context: RunContext, name: str) -> None:
-    """Wait until a service on an accelerator pool has its place, so that runs take all pools in the same order."""
+async def admitted(context: RunContext, names: Sequence[str]) -> None:
+    """Wait until one of these services has its place on its accelerator pool, so that runs take all pools in the same
+    order. One is enough to go on with: of runs with several engines each none waits for what others hold.
+    """
     while context.pools is not None:
-        found = await asyncio.to_thread(registered, context.store, name)
-        if (
-            found is not None
-            and found.heartbeat_at > context.pools.services[name].started_at - 1
-            and not found.detail.startswith(WAITING)
-        ):
-            check_key(context, found)
-            return
+        for name in names:
+            found = await asyncio.to_thread(registered, context.store, name)
+            if (
+                found is not None
+                and found.heartbeat_at > context.pools.services[name].started_at - 1
+                and not found.detail.startswith(WAITING)
+            ):
+                check_key(context, found)
+                return
         raise_if_given_up(context)
         await asyncio.sleep(0.2)
 
@@ -162,6 +166,7 @@ async def watch_services(context: RunContext) -> None:
     from tasks.inference.client import served_version
 
     seen: dict[str, Registration] = {}
+    clocks = Clocks(context.problems.append)
     while True:
         served = await asyncio.to_thread(served_version, context.store, context.config.inference.engines)
         if served is not None and served != context.served:
@@ -169,6 +174,7 @@ async def watch_services(context: RunContext) -> None:
             await context.notify()
         found = await asyncio.to_thread(_look_at_services, context)
         for name, registration in found.items():
+            clocks.see(registration)
             if name in seen:
                 _note_change(context, seen[name], registration)
         seen = found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, task
@@ -23,6 +24,7 @@ from tasks.errors import RunFailed
 from tasks.rollout.chat import ChatRenderer
 from tasks.rollout.demonstrations import demonstrations
 from tasks.store import Store, layout
+from tasks.training.model_folder import weight_files
 from tasks.trajectory import encode
 
 RECIPE = (
@@ -119,7 +121,7 @@ def cache_key(config: RunConfig, policy: dict[str, Any]) -> str:
 
     `policy` is the manifest of `policy/`: architecture, tokenizer and chat template by their sha256.
     """
-    facts = {
+    facts: dict[str, Any] = {
         "recipe": RECIPE,
         "policy": {name: file["sha256"] for name, file in policy["files"].items()},
         "model": config.policy.model_dump(),
@@ -128,6 +130,9 @@ def cache_key(config: RunConfig, policy: dict[str, Any]) -> str:
         "seed": config.seed,
         "precision": config.trainer.precision,
     }
+    if (folder := Path(config.policy.model).expanduser()).is_dir():  # its weights may be other ones by now
+        stats = {name: (folder / name).stat() for name in weight_files(folder)}
+        facts["weights"] = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

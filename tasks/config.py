@@ -114,7 +114,11 @@ class InferenceConfig(Section):
     parity_tolerance: float = Field(1e-3, gt=0, description="largest |log-prob| difference to the trainer")
     start_deadline_s: float = Field(300.0, gt=0)
     request_deadline_s: float = Field(120.0, gt=0)
-    restarts: int = Field(3, ge=0, description="restarts after a death, with back-off, before the run fails")
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="after a death, with back-off, before the run fails; an hour of life starts the count again",
+    )
     extra_args: list[str] = Field([], description="passed to the vLLM server as they are")
 
 
@@ -138,7 +142,11 @@ class TrainerConfig(Section):
     checkpoints_kept: int = Field(2, ge=1)
     start_deadline_s: float = Field(300.0, gt=0)
     step_deadline_s: float = Field(1800.0, gt=0, description="longest wait for one iteration's weights")
-    restarts: int = Field(3, ge=0, description="restarts after a death, with back-off, before the run fails")
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="after a death, with back-off, before the run fails; an hour of life starts the count again",
+    )
 
 
 Correction = Literal["none", "truncated", "decoupled", "icepop", "dppo", "gspo"]

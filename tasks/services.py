@@ -25,6 +25,7 @@ import psutil
 from tasks.store import Store, layout
 
 HEARTBEAT_S = 2.0
+HEALTHY_S = 3600.0  # a service that lived for so long is in order: earlier deaths count no more
 GAVE_UP = 3  # exit code of a service that has tried again itself, as often as it may: it is not restarted
 PARENT = "ROLLART_PARENT"  # "<pid>:<create time>" of the process whose end ends this one
 Status = Literal["starting", "ready", "failed", "stopped", "finished", "paused"]
@@ -123,7 +124,7 @@ def registered(store: Store, name: str) -> Registration | None:
 
 @dataclass
 class Service:
-    """A child process to keep running: restarted with back-off after a death, at most `restarts` times."""
+    """A child process to keep running: restarted with back-off after a death, as often as `died` allows."""
 
     name: str
     argv: Sequence[str]
@@ -132,7 +133,13 @@ class Service:
     restarts: int = 3
     process: subprocess.Popen[bytes] | None = None
     deaths: int = 0
+    started: float = 0.0  # monotonic
     next_start: float = 0.0
+
+
+def died(deaths: int, lived_s: float) -> int:
+    """How many deaths count after one more: one that comes after HEALTHY_S of life is the first again."""
+    return 1 if lived_s > HEALTHY_S else deaths + 1
 
 
 class Supervisor:
@@ -198,6 +205,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which ends its children in order
             )
+        service.started = time.monotonic()
         self._record()
 
     def _watch(self) -> None:
@@ -225,7 +233,8 @@ class Supervisor:
         if code is None:
             return None
         service.process = None
-        service.deaths = service.restarts + 1 if code == GAVE_UP else service.deaths + 1
+        lived_s = time.monotonic() - service.started
+        service.deaths = service.restarts + 1 if code == GAVE_UP else died(service.deaths, lived_s)
         service.next_start = time.monotonic() + min(0.5 * 2**service.deaths, 30.0)
         return code
 

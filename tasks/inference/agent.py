@@ -27,7 +27,7 @@ from tasks.config import RunConfig, stored_config
 from tasks.errors import DeadlineExceeded, UserError
 from tasks.inference.engine import Engine, EngineDied, choose_port, parity
 from tasks.keys import fingerprint, run_key
-from tasks.services import GAVE_UP, Registrar, Registration, end_with_parent, is_free, work_folder
+from tasks.services import GAVE_UP, Registrar, Registration, died, end_with_parent, is_free, work_folder
 from tasks.store import CorruptObject, Store, layout
 
 LOADS_KEPT = 50
@@ -107,10 +107,11 @@ class Agent:
         deaths = 0
         try:
             while True:
+                started = time.monotonic()
                 try:
                     self._serve()
                 except (EngineDied, DeadlineExceeded) as error:
-                    deaths += 1
+                    deaths = died(deaths, time.monotonic() - started)
                     self.engine.stop()
                     if deaths > self.config.inference.restarts:
                         self._give_up(f"the engine died {deaths} times; the last: {error}")

@@ -2,7 +2,7 @@
 
 One real engine with its agent on a temporary store, a policy in the Qwen3 layout with random weights, new
 versions published the way the trainer does it, and long requests in flight all the while. Beside each update a
-plain process copies the same file and loads it into the same module: no store, no hashes, no engine.
+plain process copies the same files and loads them into the same module: no store, no hashes, no engine.
 
 `python -m tasks.inference.bench` is that plain process; `rollart bench weights` is the benchmark.
 """
@@ -128,7 +128,7 @@ def _one(
     time.sleep(SETTLE_S)
     publish_s = publisher.publish(version)
     load = _served(store, supervisor, version, SERVED_DEADLINE_S).facts["loads"][-1]
-    plainly = plain.run(Path(store.uri) / layout.weights(version) / "model.safetensors")
+    plainly = plain.run(sorted(Path(store.uri, layout.weights(version)).glob("*.safetensors")))
     store.delete(layout.weights(version - 1))
     found = {
         "version": version,
@@ -255,10 +255,11 @@ def _traffic(address: str, key: str, requests: int) -> Iterator[None]:
 
 
 class _Plain:
-    """The plain process, waiting for a file to copy and load."""
+    """The plain process, waiting for files to copy and load."""
 
     def __init__(self, folder: Path):
-        self.target = folder / "plain.safetensors"
+        self.target = folder / "plain"
+        self.target.mkdir()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tasks.inference.bench", str(folder / "policy")],
             stdin=subprocess.PIPE,
@@ -266,10 +267,11 @@ class _Plain:
             text=True,
         )
 
-    def run(self, source: Path) -> dict[str, float]:
-        """Seconds of copying `source` and of loading the copy."""
+    def run(self, sources: list[Path]) -> dict[str, float]:
+        """Seconds of copying `sources` and of loading the copies."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([str(source), str(self.target)]) + "\n")
+        copies = [(str(source), str(self.target / source.name)) for source in sources]
+        self.process.stdin.write(json.dumps(copies) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
@@ -285,22 +287,25 @@ def _plain(folder: Path) -> Iterator[_Plain]:
 
 
 def main() -> None:
-    """Copy and load each file named on stdin into a model of the policy folder in sys.argv."""
+    """Copy and load the files named in each line of stdin into a model of the policy folder in sys.argv."""
     import torch
     from safetensors.torch import load_file
 
     torch.set_num_threads(1)
     own = dict(_new_model(Path(sys.argv[1])).named_parameters())
     for asked in sys.stdin:
-        source, target = json.loads(asked)
+        copies = json.loads(asked)
         started = time.monotonic()
-        shutil.copyfile(source, target)
+        for source, target in copies:
+            shutil.copyfile(source, target)
         copied = time.monotonic()
         with torch.no_grad():
-            for name, tensor in load_file(target).items():
-                own[name].copy_(tensor)
+            for _, target in copies:
+                for name, tensor in load_file(target).items():
+                    own[name].copy_(tensor)
         loaded = time.monotonic()
-        os.unlink(target)
+        for _, target in copies:
+            os.unlink(target)
         print(json.dumps({"copy_s": copied - started, "plain_load_s": loaded - copied}), flush=True)
 
 

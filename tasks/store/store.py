@@ -27,6 +27,7 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 RETRY_DEADLINE_S = 60.0
 CHUNK = 1 << 20  # bytes; larger ones come from fresh pages each time, at twice the cost
+AT_ONCE = 4  # objects of one set that are hashed and moved side by side
 SILENT_S = 2.0  # a shorter outage is not worth a word
 
 logger = logging.getLogger("rollart.store")
@@ -110,9 +111,11 @@ class Store:
         """
         if (existing := self.manifest(prefix)) is not None:
             return existing
-        files: dict[str, Any] = {}
-        for name, content in objects.items():
-            files[name] = self._write_content(f"{prefix}/{name}", content)
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            written = threads.map(
+                lambda name: self._write_content(f"{prefix}/{name}", objects[name]), objects
+            )
+            files = dict(zip(objects, written, strict=True))
         manifest = {**facts, "files": files, "written_at": time.time()}
         self.write_json(f"{prefix}/{MANIFEST}", manifest)
         return manifest
@@ -142,8 +145,12 @@ class Store:
         """
         manifest = self.manifest(prefix) or self._missing(prefix)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, expected in manifest["files"].items():
-            self._fetch_one(f"{prefix}/{name}", folder / name, expected, read_only)
+
+        def fetch_one(name: str) -> None:
+            self._fetch_one(f"{prefix}/{name}", folder / name, manifest["files"][name], read_only)
+
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            list(threads.map(fetch_one, manifest["files"]))
         return manifest
 
     def verify(self, prefix: str) -> None:

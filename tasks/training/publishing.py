@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tasks.store import Store, folder_objects, layout
 
-SHARD_SIZE = "4GB"
+SHARD_SIZE = "128MB"  # of one file: several of them are hashed and moved at once, at both ends
 PROBE_SEQUENCES, PROBE_LENGTH = 6, 32
 
 

@@ -105,6 +105,16 @@ def test_restarts_wait_longer_each_time_and_end_after_the_last_one_allowed(
     assert first >= 0.9 and second >= 1.9  # 1 s, then 2 s, from the moment the death is seen
 
 
+def test_a_death_after_a_long_life_starts_the_count_again(
+    supervisor: Supervisor, deaths: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.services.HEALTHY_S", 0.2)
+    supervisor.add("one", note_start_then(tmp_path, "time.sleep(0.4); raise SystemExit(5)"), restarts=1)
+    until(lambda: len(starts(tmp_path)) == 4)
+    assert supervisor.failed() is None
+    assert [gave_up for *_, gave_up in deaths] == [False] * 3
+
+
 def test_a_service_that_says_it_gave_up_is_not_restarted(
     supervisor: Supervisor, deaths: list, tmp_path: Path
 ) -> None:
