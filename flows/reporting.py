@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import importlib.metadata
 import platform
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +18,7 @@ from prefect import get_run_logger
 from prefect.artifacts import (
     acreate_image_artifact,
     acreate_link_artifact,
+    acreate_markdown_artifact,
     acreate_progress_artifact,
     acreate_table_artifact,
     aupdate_progress_artifact,
@@ -50,6 +53,8 @@ SHOWN = (
 )  # of a metric's name, in the UI
 
 PLOTS = {"curve": "Success by policy version", "timeline": "What overlapped with what"}
+WIDTH = 100  # characters of a line of a code block, which the UI does not wrap
+PREFECT_DEADLINE_S = 5.0  # for what is nice to have in Prefect, and no reason to wait
 TIMELINE = 12  # iterations a timeline shows
 
 EVERY_ITERATION = ("rollout", "collect", "train", "publish", "weights")  # stages with a time at every step
@@ -150,6 +155,21 @@ def _headline(k: int, metrics: dict[str, float]) -> str:
         f"{n.removeprefix('time/')} {v:.1f} s" for n, v in metrics.items() if n.startswith("time/")
     )
     return f"Iteration {k}: {success}; {seconds}"
+
+
+async def explain_failure(context: RunContext, reason: str) -> None:
+    """Put the reason where it is found without reading the log: among the artifacts of the run's page."""
+    wrapped = "\n".join(textwrap.fill(line, WIDTH) for line in reason.splitlines())
+    text = (
+        f"**{context.name} failed.** Mend the cause, then *Retry* this flow run (or `rollart resume {context.name}`): it goes"
+        f" on at the failed stage, and what is done is not done again.\n\n```\n{wrapped}\n```\n\n"
+        f"Its store: `{context.run}`. More: deployments/runbook.md"
+    )
+    with contextlib.suppress(Exception):  # a server that is away is not waited for
+        async with asyncio.timeout(PREFECT_DEADLINE_S):
+            await acreate_markdown_artifact(
+                text, key=f"failure-{_key(context.name)}", description="Why the run failed, and what to do"
+            )
 
 
 async def report_run(context: RunContext) -> None:

@@ -35,8 +35,11 @@ _MLFLOW_STATUS: dict[Ending, Literal["FINISHED", "KILLED", "FAILED"]] = {
     "paused": "KILLED",
     "failed": "FAILED",
 }
-
-PREFECT_DEADLINE_S = 5.0  # for what is nice to have in Prefect, and no reason to wait
+_WHY: dict[Ending, str] = {  # the flows inside have ended
+    "stopped": "Stopped on request.",
+    "paused": "Paused on request.",
+    "failed": "Ended because the run failed, whose own page says why.",
+}
 
 Work = Callable[[RunContext], Awaitable[Any]]
 
@@ -104,9 +107,11 @@ async def _close(context: RunContext, status: Ending, reason: str, training: boo
     if context.dask is not None:
         await context.dask.close(timeout=2)
     stopping = context.pools.stop(status) if context.pools else asyncio.to_thread(context.supervisor.stop)
-    await asyncio.gather(stopping, *([_end_stopped(context)] if status in ("stopped", "paused") else []))
+    await asyncio.gather(stopping, *([_end_others(context, _WHY[status])] if status in _WHY else []))
     if not training:
         return
+    if status == "failed":
+        await reporting.explain_failure(context, reason)
     if status == "finished":
         context.progress.phase = "writing plots and the model to MLflow"
         await reporting.report_run(context)
@@ -115,14 +120,16 @@ async def _close(context: RunContext, status: Ending, reason: str, training: boo
     await asyncio.to_thread(reporting.set_status, context, status, reason)
 
 
-async def _end_stopped(context: RunContext) -> None:
-    """The flows inside a stopped one, which Prefect takes for crashed, are cancelled like it."""
+async def _end_others(context: RunContext, why: str) -> None:
+    """The flows inside, which Prefect takes for crashed when they end with this one, are cancelled: of a run that
+    failed only the cause is to be seen as one.
+    """
     own = filters.FlowRunFilterStartTime(after_=flow_run.scheduled_start_time)
     with contextlib.suppress(Exception):  # a server that is away is not waited for
-        async with asyncio.timeout(PREFECT_DEADLINE_S):
+        async with asyncio.timeout(reporting.PREFECT_DEADLINE_S):
             tagged = _tagged(context, StateType.CRASHED)
             tagged.start_time = own
-            await _set_states(context, tagged, Cancelled(message="Stopped on request."))
+            await _set_states(context, tagged, Cancelled(message=why))
 
 
 async def _end_dead_start(context: RunContext) -> None:
@@ -133,7 +140,7 @@ async def _end_dead_start(context: RunContext) -> None:
         name=filters.FlowRunFilterName(any_=[f"train-{context.name}"]), state=_in_states(*unended)
     )
     with contextlib.suppress(Exception):
-        async with asyncio.timeout(PREFECT_DEADLINE_S):
+        async with asyncio.timeout(reporting.PREFECT_DEADLINE_S):
             await _set_states(context, _tagged(context, *unended), crashed)
             await _set_states(context, parents, crashed)
 

@@ -146,14 +146,16 @@ def encode(trajectories: Sequence[Trajectory], failures: Iterable[EpisodeFailure
         columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, type=kind))
     meta = {b"failures": json.dumps([vars(failure) for failure in failures]).encode()}
     table = pa.table(columns, schema=_SCHEMA).replace_schema_metadata(meta)
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
+    sink = (
+        io.BytesIO()
+    )  # dictionaries and statistics would be half the time for a few rows, and of no use here
+    pq.write_table(table, sink, compression="zstd", use_dictionary=False, write_statistics=False)
     return sink.getvalue()
 
 
 def decode(data: bytes) -> tuple[list[Trajectory], list[EpisodeFailure]]:
     """The inverse of `encode`. Raises pyarrow.ArrowInvalid on bytes that are not such a file."""
-    table = pq.read_table(io.BytesIO(data))
+    table = pq.ParquetFile(io.BytesIO(data)).read(use_threads=False)
     scalars = {name: table.column(name).to_pylist() for name in _SCALARS}
     arrays = {name: _rows(table.column(name), dtype) for name, (_, dtype) in _ARRAYS.items()}
     columns: dict[str, list[Any]] = {**scalars, **arrays}

@@ -15,6 +15,7 @@ from tasks.trajectory import Trajectory, encode
 
 NAME = "reward"
 PAUSE_S, CONNECT_S = 0.5, 10.0
+KEPT_S = 30.0  # an idle connection, until the next wave
 BUSY = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS)
 
 
@@ -27,6 +28,7 @@ class RewardClient:
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {run_key(store)}"},
             timeout=httpx.Timeout(CONNECT_S, read=deadline_s),  # a judge may think for long
+            limits=httpx.Limits(keepalive_expiry=KEPT_S),
         )
         self._address: str | None = None
         self._closed = threading.Event()

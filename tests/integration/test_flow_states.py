@@ -39,7 +39,7 @@ async def train(how):
             await inside(how)
     except asyncio.CancelledError:
         asyncio.current_task().uncancel()
-        await session._end_stopped(context)
+        await session._end_others(context, "Stopped on request.")
         return session.Cancelled()
 
 async def main(how):
