@@ -165,6 +165,11 @@ def test_a_killed_trainer_fails_the_run_with_its_reason_and_a_retry_goes_on_ther
     assert (
         "service trainer on pool gpu-compute gave up" in state["message"] and "what to do" in state["message"]
     )
+    (why,) = site.post("/artifacts/filter", {"artifacts": {"key": {"any_": ["failure-trainer-killed"]}}})
+    assert why["flow_run_id"] == flow_run and "service trainer on pool gpu-compute" in why["data"]
+    assert "CRASHED" not in {
+        child["state_type"] for child in site.children(flow_run)
+    }  # but cancelled with it
     before = batches(site.store("trainer-killed"))
     retry(site, flow_run)
     assert site.finish(flow_run)["type"] == "COMPLETED"
