@@ -153,6 +153,9 @@ def kill(flow_run: dict[str, Any]) -> None:
 
 
 def retry(site: Site, flow_run: str) -> None:
+    """Once the failed attempt's process has ended: its exit code would be taken for that of the retry (runbook.md)."""
+    pid = int(site.get(f"/flow_runs/{flow_run}")["infrastructure_pid"].split(":")[-1])
+    site.wait(lambda: not psutil.pid_exists(pid), "end of the failed attempt's process", 60)
     site.run("prefect", "flow-run", "retry", flow_run)
 
 
