@@ -24,8 +24,8 @@ class Clocks:
         """Take in a registration that was read from the store just now."""
         if found.heartbeat_at == self._last.get(found.name):
             return
-        new, self._last[found.name] = found.name in self._last, found.heartbeat_at
-        if not new:  # it may be an old one
+        first, self._last[found.name] = found.name not in self._last, found.heartbeat_at
+        if first:  # it may be an old one
             return
         behind = time.time() - found.heartbeat_at
         self._apart[found.host] = self._apart[found.host] + 1 if abs(behind) > APART_S else 0

@@ -129,9 +129,8 @@ async def _end_others(context: RunContext, why: str) -> None:
         async with asyncio.timeout(reporting.PREFECT_DEADLINE_S):
             tagged = _tagged(context, StateType.CRASHED)
             tagged.start_time = own
-            tagged.deployment_id = filters.FlowRunFilterDeploymentId(
-                is_null_=True
-            )  # others end by themselves
+            # those with a deployment have a process of their own, and say themselves how they ended
+            tagged.deployment_id = filters.FlowRunFilterDeploymentId(is_null_=True)
             await _set_states(context, tagged, Cancelled(message=why))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from flows.checks import policy_kind
 from flows.context import RunContext, live, on_pool
 from flows.evaluate import run_episodes
 from flows.iteration import publish, train_step
@@ -130,7 +131,8 @@ def cache_key(config: RunConfig, policy: dict[str, Any]) -> str:
         "seed": config.seed,
         "precision": config.trainer.precision,
     }
-    if (folder := Path(config.policy.model).expanduser()).is_dir():  # its weights may be other ones by now
+    if policy_kind(config) == "folder":  # its weights may be other ones by now
+        folder = Path(config.policy.model).expanduser()
         stats = {name: (folder / name).stat() for name in weight_files(folder)}
         facts["weights"] = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

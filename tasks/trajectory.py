@@ -146,9 +146,8 @@ def encode(trajectories: Sequence[Trajectory], failures: Iterable[EpisodeFailure
         columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, type=kind))
     meta = {b"failures": json.dumps([vars(failure) for failure in failures]).encode()}
     table = pa.table(columns, schema=_SCHEMA).replace_schema_metadata(meta)
-    sink = (
-        io.BytesIO()
-    )  # dictionaries and statistics would be half the time for a few rows, and of no use here
+    sink = io.BytesIO()
+    # dictionaries and statistics would be half the time for a few rows, and of no use here
     pq.write_table(table, sink, compression="zstd", use_dictionary=False, write_statistics=False)
     return sink.getvalue()
 
