@@ -465,7 +465,7 @@ def _existing(folder: Path) -> Path:
 def stored_run(root: str, name: str, endpoint_url: str | None = None) -> tuple[Store, RunConfig]:
     """The store and the resolved configuration of run `name`. Raises UserError if there is none."""
     parent = Store(root, endpoint_url)
-    check_readable(parent)
+    check_root(parent)
     store = parent.below(name)
     try:
         text = store.read(layout.CONFIG).decode()
@@ -478,13 +478,13 @@ def stored_run(root: str, name: str, endpoint_url: str | None = None) -> tuple[S
     return store, parse_config(tomllib.loads(text))
 
 
-def check_readable(root: Store) -> None:
+def check_root(root: Store) -> None:
     """A store can be read: without this, a wrong endpoint would be retried for a minute."""
-    from tasks.store.check import check_readable as look_into
+    from tasks.store.check import check_readable
 
     if not root.local:
         check_credentials()
-        look_into(root)
+        check_readable(root)
     elif not Path(root.root).is_dir() and root.uri != Store("runs").uri:  # which comes with the first run
         raise UserError("--store", f"there is no folder {root.root}", "give the store.root of your runs")
 

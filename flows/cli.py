@@ -245,7 +245,7 @@ def list_(root: str, as_json: bool) -> None:
     from tasks.tracking.run_record import list_runs
 
     store = Store(root)
-    checks.check_readable(store)
+    checks.check_root(store)
     found = list_runs(store)
     if as_json:
         click.echo(json.dumps(found, indent=1))

@@ -252,7 +252,7 @@ def raise_if_given_up(context: RunContext) -> None:
     found = registered(context.store, service.name)
     reason = found.detail if found is not None and found.status == "failed" else "it died"
     raise RunFailed(
-        f"service {service.name} gave up after {service.deaths} deaths: {reason}\n{tail(service.log, 15)}",
+        f"service {service.name} gave up (deaths: {service.deaths}): {reason}\n{tail(service.log, 15)}",
         look_at=str(service.log),
     )
 
@@ -265,7 +265,7 @@ def _why_ended(context: RunContext, service: PoolService) -> str:
         log = "(none: it was killed, or its machine is gone)"
     lines = "\n".join(log.splitlines()[-15:])
     return (
-        f"service {service.name} on pool {service.pool.name} gave up after {service.deaths} ends; the last: {service.reason}\n"
+        f"service {service.name} on pool {service.pool.name} gave up (deaths: {service.deaths}); the last: {service.reason}\n"
         f"the end of its log:\n{lines}\nwhat to do: mend the cause, then Retry this run; it goes on at the failed stage"
     )
 

@@ -149,7 +149,7 @@ class _Host:
         service = self.supervisor.failed()
         if service is not None:
             raise RunFailed(
-                f"{self.name} gave up after {service.deaths} deaths; the end of its log:\n{tail(service.log, 20)}",
+                f"{self.name} gave up (deaths: {service.deaths}); the end of its log:\n{tail(service.log, 20)}",
                 look_at=f"{service.log} on this machine, {self.store.uri}/{layout.service_log(self.name)}",
             )
 

@@ -10,7 +10,7 @@ import difflib
 import json
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -18,6 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from hardware.pools import Pool, local_pools, pool_for, pool_set
 from tasks.errors import UserError
 from tasks.store import Store, layout
+
+Restarts = Annotated[
+    int,
+    Field(
+        ge=0,
+        description="after a death, with back-off, before the run fails; an hour of life starts the count again",
+    ),
+]
 
 
 class Section(BaseModel):
@@ -114,11 +122,7 @@ class InferenceConfig(Section):
     parity_tolerance: float = Field(1e-3, gt=0, description="largest |log-prob| difference to the trainer")
     start_deadline_s: float = Field(300.0, gt=0)
     request_deadline_s: float = Field(120.0, gt=0)
-    restarts: int = Field(
-        3,
-        ge=0,
-        description="after a death, with back-off, before the run fails; an hour of life starts the count again",
-    )
+    restarts: Restarts = 3
     extra_args: list[str] = Field([], description="passed to the vLLM server as they are")
 
 
@@ -142,11 +146,7 @@ class TrainerConfig(Section):
     checkpoints_kept: int = Field(2, ge=1)
     start_deadline_s: float = Field(300.0, gt=0)
     step_deadline_s: float = Field(1800.0, gt=0, description="longest wait for one iteration's weights")
-    restarts: int = Field(
-        3,
-        ge=0,
-        description="after a death, with back-off, before the run fails; an hour of life starts the count again",
-    )
+    restarts: Restarts = 3
 
 
 Correction = Literal["none", "truncated", "decoupled", "icepop", "dppo", "gspo"]
