@@ -31,7 +31,6 @@ from tasks.services import end_processes, free_port, is_free, listen_host, tail
 BLOCK_TOKENS = 32  # of the KV cache; the smallest the CPU kernels like, so that short episodes share prefixes
 CONTROL_DEADLINE_S = 600.0  # one control call: a load of a large model from a local disk
 BUSY_DEADLINE_S = 2.0
-PREPARED_POLL_S = 0.02  # a load beside generation takes 0.1 s and more
 PROBES_AT_ONCE = 8
 
 
@@ -41,9 +40,7 @@ class EngineDied(Exception):
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """Seconds of one load: `load_s` to load the weights, `pause_s` from the pause to the resume.
-
-    On CPU all but the swap of the loaded weights comes before the pause, else the load is within it.
+    """Seconds of one load: `pause_s` from the pause to the resume, of which `load_s` reads the weights.
 
     And what was in flight just before the pause: requests, and tokens as GET /busy counts them.
     """
@@ -134,7 +131,6 @@ class Engine:
         have ("abort"). The prefix cache is emptied, and kept requests recompute theirs: no key or value of older
         weights is used again. Raises EngineDied, httpx.HTTPError.
         """
-        prepare_s = self._prepare(folder) if on_cpu() else 0.0
         before = self.busy()
         paused = time.monotonic()
         self._post(f"/pause?mode={self.config.inference.update}")
@@ -150,18 +146,10 @@ class Engine:
             self._post("/resume")
         return LoadTimes(
             pause_s=time.monotonic() - paused,
-            load_s=prepare_s + loaded - began,
+            load_s=loaded - began,
             requests_in_flight=before["in_flight"],
             tokens_in_flight=before["tokens_in_flight"],
         )
-
-    def _prepare(self, folder: Path) -> float:
-        """Load `folder` beside the serving weights while they generate; its seconds."""
-        began = time.monotonic()
-        self._call("prepare_weights", folder=str(folder))
-        while not all(worker["ready"] for worker in self._call("weights_prepared")):
-            time.sleep(PREPARED_POLL_S)
-        return time.monotonic() - began
 
     def busy(self) -> dict[str, Any]:
         """What the server counted, see `server.CountRequests`. Raises EngineDied if it does not answer now."""
@@ -188,10 +176,6 @@ class Engine:
             **sampling,
         }
         return self._post(server.GENERATE, {"token_ids": list(tokens), "sampling_params": parameters})
-
-    def _call(self, method: str, **arguments: str) -> list[Any]:
-        """What `method` of weight_transfer.WorkerExtension returns, from each worker."""
-        return self._post("/collective_rpc", {"method": method, "kwargs": arguments})["results"]
 
     def _post(self, route: str, body: dict[str, Any] | None = None) -> Any:
         return self._ask("POST", route, json=body)
@@ -259,7 +243,6 @@ def arguments(config: RunConfig, policy: Path, port: int) -> list[str]:
         f"--max-model-len={config.policy.context_limit}",
         f"--max-num-seqs={inference.max_concurrent}",
         f"--weight-transfer-config={json.dumps({'backend': 'rollart_store'})}",
-        "--worker-extension-cls=tasks.inference.weight_transfer.WorkerExtension",
         "--load-format=dummy",
         "--enable-scale-out",
         "--skip-tokenizer-init",
@@ -297,8 +280,6 @@ def environment(config: RunConfig) -> dict[str, str]:
         **common,
         "OMP_NUM_THREADS": str(config.inference.threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Huge pages: half of the time of packing new weights is page faults.
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         # Dynamo would compile two sampler helpers for 15-25 s at the first request, to no gain on CPU.
         "TORCHDYNAMO_DISABLE": "1",
         # The worker runs in the engine core's process: one process and one hop a step less.

@@ -1,8 +1,7 @@
 """The weight-transfer backend of the vLLM server: loads a prefetched local folder of safetensors.
 
 Registered through the entry point `vllm.general_plugins`, so it runs inside vLLM's worker process. The folder
-is local and verified by the agent before the pause, so that the pause holds only this load; and only the swap of
-weights that `WorkerExtension.prepare_weights` has loaded beside the serving ones.
+is local and verified by the agent before the pause, so that the pause holds only this load.
 
 Invariant: after an update every parameter of the model comes from the folder, or the update raises. In
 particular the output head of a tied model is loaded too: on CPU vLLM keeps a packed copy of it, which would
@@ -25,8 +24,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-from tasks.inference.standby import Standby
 
 BACKEND = "rollart_store"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -53,51 +50,22 @@ class FolderWeightTransferEngine(WeightTransferEngine[FolderInitInfo, FolderUpda
     def init_transfer_engine(self, init_info: FolderInitInfo) -> None:
         """Nothing to set up."""
 
-    standby: Standby | None = None
-
-    def prepare(self, folder: Path) -> None:
-        """Begin to load the folder beside the serving weights; the next update swaps it in."""
-        self.standby = Standby(self.model, self.model_config, lambda twin: self._load(twin, folder))
-
     def start_weight_update(self) -> None:
         """Put the layers into the state in which checkpoint weights can be loaded."""
-        if self.standby is None:
-            initialize_layerwise_reload(self.model)
+        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FolderUpdateInfo) -> None:
-        """Swap in the prepared weights, or load the folder's. Raises FileNotFoundError if it holds none."""
-        if self.standby is None:
-            self._load(self.model, Path(update_info.folder))
-        else:
-            self.standby.swap_in()
+        """Load the folder's tensors. Raises FileNotFoundError if it holds none."""
+        tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+        model: Any = self.model
+        model.load_weights(checkpoint(Path(update_info.folder), tied))
 
     def finish_weight_update(self) -> None:
         """Bring the loaded layers into the form the kernels want."""
-        if self.standby is None:
-            finalize_layerwise_reload(self.model, self.model_config)
-        self.standby = None
-
-    def _load(self, model: Any, folder: Path) -> None:
-        tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
-        model.load_weights(checkpoint(folder, tied))
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Nothing to release."""
-
-
-class WorkerExtension:
-    """Methods that vLLM adds to its worker; POST /collective_rpc calls them, between two steps."""
-
-    weight_transfer_engine: FolderWeightTransferEngine
-
-    def prepare_weights(self, folder: str) -> None:
-        """Begin to load `folder` beside the serving weights."""
-        self.weight_transfer_engine.prepare(Path(folder))
-
-    def weights_prepared(self) -> dict[str, bool]:
-        """`{"ready": ...}`: whether they are loaded. Raises what loading them raised."""
-        standby = self.weight_transfer_engine.standby
-        return {"ready": standby is not None and standby.ready()}
 
 
 def checkpoint(folder: Path, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:

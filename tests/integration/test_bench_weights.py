@@ -32,7 +32,7 @@ def test_every_step_of_every_update_is_measured(tmp_path: Path, update: str) -> 
     assert [one["version"] for one in found["updates"]] == [1, 2]
     for one in found["updates"]:
         assert all(one[name] > 0 for name in SECONDS)
-        assert one["load_s"] + one["parity_s"] < one["serving_s"] > one["pause_s"] + one["parity_s"]
+        assert one["load_s"] < one["pause_s"] < one["serving_s"]
         assert one["parity"] < 1e-3
         assert one["requests_in_flight"] == 2 and one["tokens_in_flight"] > 64
         assert one["ratio"] == (one["prefetch_s"] + one["load_s"]) / (one["copy_s"] + one["plain_load_s"])
