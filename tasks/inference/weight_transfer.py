@@ -4,7 +4,7 @@ Registered through the entry point `vllm.general_plugins`, so it runs inside vLL
 is local and verified by the agent before the pause, so that the pause holds only this load.
 
 Invariant: after an update every parameter of the model comes from the folder, or the update raises. In
-particular the output head of a tied model is loaded too: on CPU vLLM keeps a packed copy of it, which would
+particular the output head of a tied model is loaded too: where vLLM packs its matrices on CPU, the copy would
 otherwise silently stay that of the older version.
 """
 
@@ -24,6 +24,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from tasks.inference import cpu_linear
 
 BACKEND = "rollart_store"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -46,23 +49,31 @@ class FolderWeightTransferEngine(WeightTransferEngine[FolderInitInfo, FolderUpda
 
     init_info_cls = FolderInitInfo
     update_info_cls = FolderUpdateInfo
+    in_place = False
 
     def init_transfer_engine(self, init_info: FolderInitInfo) -> None:
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
-        """Put the layers into the state in which checkpoint weights can be loaded."""
-        initialize_layerwise_reload(self.model)
+        """Put the layers into the state in which checkpoint weights can be loaded, unless they are in it."""
+        self.in_place = current_platform.is_cpu() and cpu_linear.in_checkpoint_form(self.model)
+        if not self.in_place:
+            initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FolderUpdateInfo) -> None:
-        """Load the folder's tensors. Raises FileNotFoundError if it holds none."""
+        """Load the folder's tensors. Raises FileNotFoundError if it holds none, ValueError if one is missing."""
         tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
         model: Any = self.model
-        model.load_weights(checkpoint(Path(update_info.folder), tied))
+        expected = {name for name, _ in model.named_parameters()}
+        with torch.no_grad():
+            loaded = model.load_weights(checkpoint(Path(update_info.folder), tied))
+        if missing := expected - loaded:
+            raise ValueError(f"{update_info.folder} has no weights for {', '.join(sorted(missing)[:3])}")
 
     def finish_weight_update(self) -> None:
         """Bring the loaded layers into the form the kernels want."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        if not self.in_place:
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Nothing to release."""
@@ -91,3 +102,5 @@ def register() -> None:
     """Entry point of `vllm.general_plugins`; vLLM calls it in every process, perhaps more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FolderWeightTransferEngine)
+    if current_platform.is_cpu():
+        cpu_linear.install()
