@@ -46,7 +46,7 @@ def run_flow(
     try:
         if configured_api() is None:
             progress.phase = "starting a Prefect server"
-            progress.prefect_url = start_server(server).removesuffix("/api")
+            progress.prefect_url = start_server(server, _flows).removesuffix("/api")
         ask_again_soon()
         return _run_until_stopped(kind, run, endpoint_url, progress, stop or threading.Event(), parameters)
     finally:
@@ -78,6 +78,22 @@ def _end_leftovers(folder: Any, progress: Progress) -> None:
         raise UserError("RUN", f"is going on in process {owner}", "wait for it, or stop it first") from None
 
 
+def _flows() -> dict[str, Any]:
+    """The flows by their kind. They import Prefect, which takes seconds and fixes its settings."""
+    from flows.bench_async import bench_async
+    from flows.bench_dispatch import bench_dispatch
+    from flows.single import evaluate_run, warm_start_run
+    from flows.train import train
+
+    return {
+        "train": train,
+        "warm-start": warm_start_run,
+        "evaluate": evaluate_run,
+        "bench-async": bench_async,
+        "bench-dispatch": bench_dispatch,
+    }
+
+
 def _run_until_stopped(
     kind: str,
     run: str,
@@ -86,20 +102,10 @@ def _run_until_stopped(
     stop: threading.Event,
     parameters: dict[str, Any],
 ) -> Any:
-    from flows.bench_async import bench_async
-    from flows.bench_dispatch import bench_dispatch
     from flows.session import watch_progress
-    from flows.single import evaluate_run, warm_start_run
-    from flows.train import train
 
+    flows = _flows()
     watch_progress(run, progress)
-    flows: dict[str, Any] = {
-        "train": train,
-        "warm-start": warm_start_run,
-        "evaluate": evaluate_run,
-        "bench-async": bench_async,
-        "bench-dispatch": bench_dispatch,
-    }
 
     async def until_stopped() -> Any:
         work = asyncio.ensure_future(flows[kind](run=run, endpoint_url=endpoint_url, **parameters))

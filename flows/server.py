@@ -71,17 +71,18 @@ def answering_api() -> str:
     return url
 
 
-def start_server(supervisor: Supervisor) -> str:
+def start_server(supervisor: Supervisor, meanwhile: Callable[[], object] = lambda: None) -> str:
     """Start a server under `supervisor`; returns its API URL and sets PREFECT_API_URL in this process.
 
-    Raises DeadlineExceeded if it does not answer in time.
+    Calls `meanwhile` while the server starts. Raises DeadlineExceeded if it does not answer in time.
     """
     port = free_port()
     argv = [sys.executable, "-m", "flows.server", str(port)]
     url = f"http://127.0.0.1:{port}/api"
     service = supervisor.add("prefect-server", argv, {**_QUIET, "PREFECT_API_URL": url})
-    _wait_until_healthy(url, str(service.log))
     os.environ["PREFECT_API_URL"] = url
+    meanwhile()
+    _wait_until_healthy(url, str(service.log))
     return url
 
 
