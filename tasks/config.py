@@ -121,7 +121,11 @@ class InferenceConfig(Section):
     )
     parity_tolerance: float = Field(1e-3, gt=0, description="largest |log-prob| difference to the trainer")
     start_deadline_s: float = Field(300.0, gt=0)
-    request_deadline_s: float = Field(120.0, gt=0)
+    request_deadline_s: float = Field(
+        120.0,
+        ge=10,
+        description="longest wait for the tokens of one turn; an engine that makes no token for half of it is started again",
+    )
     restarts: Restarts = 3
     extra_args: list[str] = Field([], description="passed to the vLLM server as they are")
 

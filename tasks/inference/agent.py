@@ -6,8 +6,8 @@ or joins late catches up by itself.
 
 Invariants: the registration says `ready` with version v only after v was loaded and its parity held, and is
 written at once after each load; a version that does not match its probe is never registered, and the one
-before it serves on; a store that is away ends neither agent nor server; whatever ends the agent ends the
-server too.
+before it serves on; a store that is away ends neither agent nor server; a server that hangs is started again
+like one that died; whatever ends the agent ends the server too.
 """
 
 from __future__ import annotations
@@ -62,6 +62,24 @@ class BusyCount:
         return {"busy_s": total, "at": time.time(), "in_flight": counted["in_flight"]}
 
 
+class Progress:
+    """How long an engine has made no token although it has requests, or has not answered."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, int] | None = None
+        self._at = time.monotonic()
+
+    def note(self, counted: dict[str, Any]) -> None:
+        """Take an answer of `Engine.busy` in."""
+        seen = counted["in_flight"], counted["tokens_in_flight"]
+        if counted["in_flight"] == 0 or seen != self._seen:
+            self._seen, self._at = seen, time.monotonic()
+
+    def still_s(self) -> float:
+        """Seconds since it last moved, or had nothing to do."""
+        return time.monotonic() - self._at
+
+
 class Refused(Exception):
     """The engine does not reproduce the trainer's log-probs with this version's weights."""
 
@@ -91,6 +109,7 @@ class Agent:
         self._api_key, self._log = api_key, log
         self._busy_count = BusyCount()
         self._busy: dict[str, Any] = {}
+        self._progress = Progress()
         self._skipped = False  # the version before the one at hand, because it was overtaken
 
     def run(self) -> NoReturn:
@@ -145,8 +164,10 @@ class Agent:
         if self.serving is not None:  # a restart: the version that it served is still on the local disk
             self._load(self.serving)
         away = False
+        self._progress = Progress()
         while True:
             self.engine.check()
+            self._check_progress()
             try:
                 version = self._newest()
                 away = False
@@ -157,6 +178,14 @@ class Agent:
                     self.say(f"the store is away: {error}".splitlines()[0])
                 away = True
             time.sleep(AWAY_S if away else self.store.poll_s)
+
+    def _check_progress(self) -> None:
+        """Raises EngineDied if the server hangs; soon enough that its requests can wait for the next one."""
+        if (still_s := self._progress.still_s()) > self.config.inference.request_deadline_s / 2:
+            raise EngineDied(
+                f"the vLLM server has made no token for {still_s:.0f} s, half of inference.request_deadline_s;"
+                f" it is taken to hang (see {self._log})"
+            )
 
     def _newest(self) -> int | None:
         """The newest complete version in the store, if it is newer than the one served and not refused.
@@ -249,6 +278,7 @@ class Agent:
                 f" {difference:.2e}, more than inference.parity_tolerance = {tolerance:.0e}"
             )
         self.serving = local
+        self._progress = Progress()  # a long load is no hang
         shown = "not checked, the manifest has no probe" if difference is None else f"{difference:.2e}"
         self.say(
             f"serving version {local.version}; parity {shown}; prefetch {local.prefetch_s:.2f} s,"
@@ -263,7 +293,9 @@ class Agent:
     def _measure(self) -> dict[str, Any]:
         """How busy the engine is, for every registration; the last count stands while it does not answer."""
         try:
-            self._busy = self._busy_count.add(self.engine.busy())
+            counted = self.engine.busy()
+            self._busy = self._busy_count.add(counted)
+            self._progress.note(counted)
         except EngineDied:
             pass
         return {"busy": self._busy} if self._busy else {}

@@ -353,6 +353,29 @@ def test_a_killed_server_is_survived_with_its_version_and_no_request_is_lost(run
     run.wait_for_version(version)
 
 
+@pytest.mark.slow
+def test_a_server_that_hangs_is_started_again_and_no_request_is_lost(tmp_path: Path) -> None:
+    run = Run(tmp_path, tied=False, request_deadline_s=20.0)
+    model = run.publish(0, seed=1)
+    run.start()
+    assert run.process is not None
+    try:
+        run.wait_for_version(0, START_S)
+        client, tokens = run.client(START_S), prompt(31)
+        servers = psutil.Process(run.process.pid).children(recursive=True)
+        servers[-1].suspend()  # the engine core: the API beside it answers on
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(ask, client, tokens)
+            found = run.wait(lambda found: found.status == "starting", 40)
+            assert "taken to hang" in found.detail
+            assert left_after(servers, 10) == []
+            generation = waiting.result()
+        assert difference(generation.logprobs, recomputed(model, tokens, generation)) < 1e-3
+        assert run.wait_for_version(0).facts["loads"][-1]["version"] == 0
+    finally:
+        run.end()
+
+
 def test_a_terminate_signal_leaves_no_process(run: Run) -> None:
     assert run.process is not None
     processes = family(psutil.Process(run.process.pid))

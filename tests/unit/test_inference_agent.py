@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -34,6 +35,7 @@ class Engine:
         self.starts, self.stops, self.loads = 0, 0, []
         self.ending = threading.Event()
         self.began = time.time()
+        self.tokens = itertools.count()
 
     def start(self) -> None:
         self.starts += 1
@@ -57,7 +59,12 @@ class Engine:
         return LoadTimes(pause_s=0.2, load_s=0.1, requests_in_flight=3, tokens_in_flight=70)
 
     def busy(self) -> dict[str, Any]:
-        return {"started_at": self.began, "busy_s": time.time() - self.began, "in_flight": 3}
+        return {
+            "started_at": self.began,
+            "busy_s": time.time() - self.began,
+            "in_flight": 3,
+            "tokens_in_flight": next(self.tokens),
+        }
 
 
 class _Elsewhere(Store):
@@ -69,9 +76,9 @@ class _Elsewhere(Store):
 class Scene:
     """An agent in a thread, its engine and its store."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, **inference: Any):
         self.store = Store(str(folder / "run"))
-        self.store.write(layout.CONFIG, parse_config({}).to_toml().encode())
+        self.store.write(layout.CONFIG, parse_config({"inference": inference}).to_toml().encode())
         self.store.put("policy", {"config.json": b"{}"})
         self.agent = Agent(self.store, "engine-0", "key")
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -244,3 +251,39 @@ def test_a_taken_port_ends_the_agent_for_good_and_names_the_setting(tmp_path: Pa
     assert "error: inference.port: port" in done.stderr and "Traceback" not in done.stderr
     found = json.loads(store.read(layout.service("engine-0")))
     assert found["status"] == "failed" and "inference.port" in found["detail"]
+
+
+def test_an_engine_that_makes_no_token_is_started_again_with_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLART_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(module, "Engine", Engine)
+    monkeypatch.setattr("tasks.services.HEARTBEAT_S", 0.1)
+    scene = Scene(tmp_path, request_deadline_s=10.0)
+    scene.publish(0)
+    scene.thread.start()
+    try:
+        scene.serves(0)
+        scene.engine.tokens = itertools.repeat(70)
+        found = scene.wait(lambda found: found.status == "starting")
+        assert "no token" in found.detail and "inference.request_deadline_s" in found.detail
+        scene.engine.tokens = itertools.count()
+        scene.serves(0)
+        assert (scene.engine.starts, scene.engine.loads) == (2, [0, 0])
+    finally:
+        scene.engine.ending.set()
+        scene.thread.join(10)
+        scene.agent.registrar.close()
+
+
+def test_an_engine_without_requests_does_not_hang() -> None:
+    progress = module.Progress()
+    progress._at -= 100
+    progress.note({"in_flight": 0, "tokens_in_flight": 0})
+    assert progress.still_s() < 50
+    progress.note({"in_flight": 2, "tokens_in_flight": 9})
+    progress._at -= 100
+    progress.note({"in_flight": 2, "tokens_in_flight": 9})
+    assert progress.still_s() >= 100
+    progress.note({"in_flight": 2, "tokens_in_flight": 10})
+    assert progress.still_s() < 50
