@@ -7,6 +7,7 @@ parent left behind, and it watches its parent, so that it ends by itself.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -329,6 +330,14 @@ def stop_event() -> threading.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     return stop
+
+
+def store_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """The command line `python -m <module> --store URI`, which services and one-shot stages share."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    parser.add_argument("--store", required=True, help="the run's root URI")
+    parser.add_argument("--endpoint-url", help="S3 endpoint")
+    return parser
 
 
 def end_with_parent(then: Callable[[], None] | None = None) -> None:

@@ -9,7 +9,6 @@ that is started again after a death takes the same certificate and port, so that
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -37,6 +36,7 @@ from tasks.services import (
     listen_host,
     registered,
     stop_event,
+    store_parser,
     work_folder,
 )
 from tasks.store import Store, layout
@@ -76,10 +76,7 @@ def connect(store: Store, *, asynchronous: bool = False) -> Client:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the service until a terminate signal, or the end of its parent."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.environments.cluster", description=__doc__)
-    parser.add_argument("--store", required=True, help="root URI of the run")
-    parser.add_argument("--endpoint-url", default=None, help="S3 endpoint")
-    arguments = parser.parse_args(argv)
+    arguments = store_parser("tasks.environments.cluster", __doc__).parse_args(argv)
     stop = stop_event()
     end_with_parent(then=stop.set)
     store = Store(arguments.store, arguments.endpoint_url)

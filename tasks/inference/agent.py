@@ -12,7 +12,6 @@ like one that died; whatever ends the agent ends the server too.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import signal
 import sys
@@ -27,7 +26,16 @@ from tasks.config import RunConfig, stored_config
 from tasks.errors import DeadlineExceeded, UserError
 from tasks.inference.engine import Engine, EngineDied, choose_port, parity
 from tasks.keys import fingerprint, run_key
-from tasks.services import GAVE_UP, Registrar, Registration, died, end_with_parent, is_free, work_folder
+from tasks.services import (
+    GAVE_UP,
+    Registrar,
+    Registration,
+    died,
+    end_with_parent,
+    is_free,
+    store_parser,
+    work_folder,
+)
 from tasks.store import CorruptObject, Store, layout
 
 LOADS_KEPT = 50
@@ -315,9 +323,7 @@ class Agent:
 
 def main() -> None:
     """Command line of the service."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--store", required=True, help="the run's root URI")
-    parser.add_argument("--endpoint-url", default=None, help="S3 endpoint")
+    parser = store_parser("tasks.inference.agent", __doc__)
     parser.add_argument("--name", required=True, help="engine-<number>")
     parser.add_argument("--pin-version", type=int, help="serve this version; default: the newest, always")
     options = parser.parse_args()

@@ -9,7 +9,6 @@ the run's key. As it keeps nothing, any number of copies may run, and a request 
 
 from __future__ import annotations
 
-import argparse
 import hmac
 import json
 import os
@@ -30,6 +29,7 @@ from tasks.services import (
     free_port,
     listen_host,
     stop_event,
+    store_parser,
     work_folder,
 )
 from tasks.store import Store
@@ -107,10 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main(argv: list[str] | None = None) -> None:
     """Run the service until a terminate signal, or the end of its parent."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.reward.function", description=__doc__)
-    parser.add_argument("--store", required=True, help="root URI of the run")
-    parser.add_argument("--endpoint-url", default=None, help="S3 endpoint")
-    arguments = parser.parse_args(argv)
+    arguments = store_parser("tasks.reward.function", __doc__).parse_args(argv)
     stop = stop_event()
     end_with_parent(then=stop.set)
     store = Store(arguments.store, arguments.endpoint_url)

@@ -11,7 +11,6 @@ because in a small agent's episode the frame of the turns is a large part of all
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable
@@ -20,6 +19,7 @@ from typing import Any
 
 from tasks.config import PolicyConfig, RunConfig, stored_config
 from tasks.errors import UserError
+from tasks.services import store_parser
 from tasks.store import Store
 from tasks.training.model_folder import check_model_folder
 
@@ -159,10 +159,7 @@ def _json(value: Any) -> bytes:
 
 def main(argv: list[str] | None = None) -> int:
     """Make the policy folder of the run at --store."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.training.policy", description=main.__doc__)
-    parser.add_argument("--store", required=True, help="the run's root URI")
-    parser.add_argument("--endpoint-url", help="S3 endpoint")
-    arguments = parser.parse_args(argv)
+    arguments = store_parser("tasks.training.policy", main.__doc__).parse_args(argv)
     store = Store(arguments.store, arguments.endpoint_url)
     try:
         publish_policy(store, stored_config(store))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import mlflow
 import mlflow.transformers
 
+from tasks.services import store_parser
 from tasks.store import Store, layout
 
 
@@ -36,9 +36,7 @@ def register(store: Store, version: int, tracking_uri: str, run_id: str, name: s
 
 def main(argv: list[str] | None = None) -> int:
     """Register the weights of one version of the run at --store."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.training.register", description=main.__doc__)
-    parser.add_argument("--store", required=True, help="the run's root URI")
-    parser.add_argument("--endpoint-url", help="S3 endpoint")
+    parser = store_parser("tasks.training.register", main.__doc__)
     parser.add_argument("--version", required=True, type=int, help="the policy version to register")
     parser.add_argument("--tracking-uri", required=True, help="MLflow tracking URI")
     parser.add_argument("--run-id", required=True, help="the MLflow run the model belongs to")

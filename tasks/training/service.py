@@ -9,7 +9,6 @@ ROLLART_NODE_RANK (which one, from 0) and ROLLART_RENDEZVOUS (host:port on node 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -20,7 +19,15 @@ import psutil
 
 from tasks.config import RunConfig, stored_config
 from tasks.errors import UserError
-from tasks.services import GAVE_UP, PARENT, end_processes, end_with_parent, stop_event, this_process
+from tasks.services import (
+    GAVE_UP,
+    PARENT,
+    end_processes,
+    end_with_parent,
+    stop_event,
+    store_parser,
+    this_process,
+)
 from tasks.store import Store
 
 GRACE_S = 7.0  # the service itself has 10 s
@@ -76,10 +83,7 @@ def _number(environment: Mapping[str, str], name: str, at_least: int = 0, defaul
 
 def main(argv: list[str] | None = None) -> int:
     """Run the trainer of the run at --store until a terminate signal, or until a rank fails."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.training.service", description=main.__doc__)
-    parser.add_argument("--store", required=True, help="the run's root URI")
-    parser.add_argument("--endpoint-url", help="S3 endpoint")
-    arguments = parser.parse_args(argv)
+    arguments = store_parser("tasks.training.service", main.__doc__).parse_args(argv)
     stop = stop_event()
     end_with_parent()
     store = Store(arguments.store, arguments.endpoint_url)

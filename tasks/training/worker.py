@@ -7,7 +7,6 @@ batches after it are replayed, and what they publish is already there. Metrics a
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from typing import Any
 from hardware.pools import pool_for
 from tasks.config import RunConfig, stored_config
 from tasks.keys import fingerprint, run_key
-from tasks.services import Registrar, Registration, end_with_parent, stop_event, work_folder
+from tasks.services import Registrar, Registration, end_with_parent, stop_event, store_parser, work_folder
 from tasks.store import CorruptObject, Store, layout
 from tasks.trajectory import decode
 
@@ -330,10 +329,7 @@ def first_version(config: RunConfig) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """One rank of the trainer of the run at --store; started by torchrun."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.training.worker", description=main.__doc__)
-    parser.add_argument("--store", required=True, help="the run's root URI")
-    parser.add_argument("--endpoint-url", help="S3 endpoint")
-    arguments = parser.parse_args(argv)
+    arguments = store_parser("tasks.training.worker", main.__doc__).parse_args(argv)
     stop = stop_event()
     end_with_parent()
     store = Store(arguments.store, arguments.endpoint_url)
