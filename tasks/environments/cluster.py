@@ -48,6 +48,7 @@ CLOSE_S = 4.0
 WATCH_S = 1.0
 WAVES_SHOWN = 8
 CONNECT_S = 120.0  # longest time without a scheduler: a new one is up after 5 s on a quiet machine
+ATTEMPT_S = 4.0  # of one try to connect again
 
 _DASK_SETTINGS = {
     "distributed.scheduler.allowed-failures": MAX_WORKER_DEATHS,
@@ -55,6 +56,21 @@ _DASK_SETTINGS = {
     "distributed.worker.daemon": False,  # an environment may have child processes
     "distributed.comm.timeouts.connect": "10s",
 }
+
+
+class PromptClient(Client):
+    """Finds a scheduler that is back within seconds: Dask doubles its pauses up to the end of the one try it makes."""
+
+    _again = False
+
+    async def _reconnect(self) -> None:
+        self._again = True
+        await super()._reconnect()
+
+    async def _ensure_connected(self, timeout: float | None = None) -> None:
+        if self._again and timeout is not None:
+            timeout = min(timeout, ATTEMPT_S)  # _reconnect tries again, up to CONNECT_S
+        await super()._ensure_connected(timeout)
 
 
 def connect(store: Store, *, asynchronous: bool = False) -> Client:
@@ -66,12 +82,12 @@ def connect(store: Store, *, asynchronous: bool = False) -> Client:
     config = stored_config(store)
     options: dict[str, Any] = {"asynchronous": asynchronous, "set_as_default": False, "timeout": CONNECT_S}
     if config.environments.scheduler is not None:
-        return Client(config.environments.scheduler, **options)
+        return PromptClient(config.environments.scheduler, **options)
     registration = registered(store, NAME)
     if registration is None or registration.status != "ready" or registration.address is None:
         raise ConnectionError(f"no environments cluster is ready; look at {store.uri}/{layout.service(NAME)}")
     security, _ = _read_access(store)
-    return Client(registration.address, security=security, **options)
+    return PromptClient(registration.address, security=security, **options)
 
 
 def main(argv: list[str] | None = None) -> None:

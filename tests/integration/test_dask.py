@@ -15,7 +15,7 @@ import pytest
 from distributed import Client, Security
 
 from tasks.config import EnvironmentsConfig, RunConfig, TaskConfig
-from tasks.environments.cluster import connect
+from tasks.environments.cluster import ATTEMPT_S, CONNECT_S, connect
 from tasks.errors import UserError
 from tasks.keys import run_key, unseal
 from tasks.rollout.dispatch import MAX_ABANDONED, EpisodeJob, EpisodePool
@@ -214,6 +214,13 @@ def test_a_worker_full_of_hung_calls_is_replaced_and_the_stream_goes_on(store):
 
 def test_episodes_lost_with_their_scheduler_run_again_on_the_next_one(tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLART_HOME", str(tmp_path / "home"))
+    tries, ensure_connected = [], Client._ensure_connected
+
+    async def noted(client, timeout=None):
+        tries.append(timeout)
+        await ensure_connected(client, timeout)
+
+    monkeypatch.setattr(Client, "_ensure_connected", noted)
     with service(tmp_path, workers=1) as (store, process):
         again = []
 
@@ -233,6 +240,7 @@ def test_episodes_lost_with_their_scheduler_run_again_on_the_next_one(tmp_path, 
             again[0].wait()
     assert sorted(result.seed for result in results) == list(range(40))
     assert not [result for result in results if isinstance(result, EpisodeFailure)]
+    assert tries[0] == CONNECT_S and 0 < max(tries[1:]) <= ATTEMPT_S  # soon again, however long it was away
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
