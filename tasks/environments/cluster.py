@@ -48,7 +48,7 @@ CLOSE_S = 4.0
 WATCH_S = 1.0
 WAVES_SHOWN = 8
 CONNECT_S = 120.0  # longest time without a scheduler: a new one is up after 5 s on a quiet machine
-ATTEMPT_S = 4.0  # of one try to connect again
+ATTEMPT_S = 10.0  # of one try to connect again
 
 _DASK_SETTINGS = {
     "distributed.scheduler.allowed-failures": MAX_WORKER_DEATHS,

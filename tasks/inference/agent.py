@@ -74,14 +74,15 @@ class Progress:
     """How long an engine has made no token although it has requests, or has not answered."""
 
     def __init__(self) -> None:
-        self._seen: tuple[int, int] | None = None
+        self._answered, self._tokens = -1, -1
         self._at = time.monotonic()
 
     def note(self, counted: dict[str, Any]) -> None:
         """Take an answer of `Engine.busy` in."""
-        seen = counted["in_flight"], counted["tokens_in_flight"]
-        if counted["in_flight"] == 0 or seen != self._seen:
-            self._seen, self._at = seen, time.monotonic()
+        answered, tokens = counted["answered"], counted["tokens_in_flight"]
+        if counted["in_flight"] == 0 or answered != self._answered or tokens > self._tokens:
+            self._at = time.monotonic()
+        self._answered, self._tokens = answered, tokens
 
     def still_s(self) -> float:
         """Seconds since it last moved, or had nothing to do."""
@@ -189,7 +190,10 @@ class Agent:
 
     def _check_progress(self) -> None:
         """Raises EngineDied if the server hangs; soon enough that its requests can wait for the next one."""
-        if (still_s := self._progress.still_s()) > self.config.inference.request_deadline_s / 2:
+        longest_s = self.config.inference.request_deadline_s / 2
+        if self._progress.still_s() > longest_s:
+            self._measure()  # a store that is away holds up the heartbeats, which measure
+        if (still_s := self._progress.still_s()) > longest_s:
             raise EngineDied(
                 f"the vLLM server has made no token for {still_s:.0f} s, half of inference.request_deadline_s;"
                 f" it is taken to hang (see {self._log})"
@@ -260,6 +264,7 @@ class Agent:
         started_at = time.time()
         times = self.engine.load(local.folder, local.version)
         loaded_at = time.time()
+        self._progress = Progress()  # a long load is no hang
         difference = parity(self.engine, local.probe) if local.probe else None
         load: dict[str, Any] = {
             "version": local.version,
@@ -286,7 +291,6 @@ class Agent:
                 f" {difference:.2e}, more than inference.parity_tolerance = {tolerance:.0e}"
             )
         self.serving = local
-        self._progress = Progress()  # a long load is no hang
         shown = "not checked, the manifest has no probe" if difference is None else f"{difference:.2e}"
         self.say(
             f"serving version {local.version}; parity {shown}; prefetch {local.prefetch_s:.2f} s,"

@@ -1,6 +1,6 @@
 """Products with float32 weights as they are, where vLLM's CPU kernels would first pack a copy of each matrix.
 
-Packing takes three times as long as all else of a load and all generation waits for it. Measured on AVX2, plain
+Packing takes twice as long as all else of a load, and all generation waits for it. Measured on AVX2, plain
 products are 1 to 4 times as fast for matrices below SMALL and for a single sequence, and 0 to 25% slower for larger
 ones with several. Weights in bfloat16 are packed as before.
 """
@@ -28,7 +28,11 @@ def install() -> None:
 def in_checkpoint_form(model: Module) -> bool:
     """Whether every layer of the model keeps its weights as a checkpoint has them, so that they load in place."""
     prepared = [layer for layer in model.modules() if getattr(layer, "quant_method", None) is not None]
-    return all(getattr(layer, "cpu_linear", None) in (linear, onednn_linear) for layer in prepared)
+    return all(
+        getattr(layer, "cpu_linear", None) in (linear, onednn_linear)
+        and not getattr(layer, "_cpu_skip_gemm_dispatch", False)  # MLA derives other matrices from it
+        for layer in prepared
+    )
 
 
 def choose_product(layer: Module, remove_weight: bool) -> None:

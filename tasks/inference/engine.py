@@ -61,6 +61,7 @@ class Engine:
         self.config, self.policy, self.port, self.log = config, policy, port, log
         self.address = f"http://{listen_host()}:{port}"
         self._api_key = api_key
+        self._patience_s = config.inference.request_deadline_s / 2  # with what is done between two steps
         self._process: subprocess.Popen[bytes] | None = None
         self._http = httpx.Client(
             base_url=self.address, headers={"Authorization": f"Bearer {api_key}"}, timeout=CONTROL_DEADLINE_S
@@ -129,21 +130,21 @@ class Engine:
 
         Requests in flight wait and then go on (inference.update = "keep"), or come back at once with what they
         have ("abort"). The prefix cache is emptied, and kept requests recompute theirs: no key or value of older
-        weights is used again. Raises EngineDied, httpx.HTTPError.
+        weights is used again. Raises EngineDied, httpx.HTTPError; the server is of no use then, and stays paused.
         """
         before = self.busy()
         paused = time.monotonic()
-        self._post(f"/pause?mode={self.config.inference.update}")
-        try:
-            began = time.monotonic()
-            self._post("/start_weight_update")
-            self._post("/update_weights", {"update_info": {"folder": str(folder)}})
-            self._post("/finish_weight_update", {"weight_version": str(version)})
-            loaded = time.monotonic()
-            if not self._post("/reset_prefix_cache?reset_running_requests=true")["success"]:
-                raise EngineDied("the vLLM server could not empty its prefix cache after a load")
-        finally:
-            self._post("/resume")
+        self._post(f"/pause?mode={self.config.inference.update}", timeout=self._patience_s)
+        began = time.monotonic()
+        self._post("/start_weight_update")
+        self._post("/update_weights", {"update_info": {"folder": str(folder)}})
+        self._post("/finish_weight_update", {"weight_version": str(version)})
+        loaded = time.monotonic()
+        if not self._post("/reset_prefix_cache?reset_running_requests=true")["success"]:
+            raise EngineDied("the vLLM server could not empty its prefix cache after a load")
+        self._post(
+            "/resume", timeout=self._patience_s
+        )  # not after a failure: the weights may be of two versions
         return LoadTimes(
             pause_s=time.monotonic() - paused,
             load_s=loaded - began,
@@ -175,10 +176,11 @@ class Engine:
             "ignore_eos": True,
             **sampling,
         }
-        return self._post(server.GENERATE, {"token_ids": list(tokens), "sampling_params": parameters})
+        body = {"token_ids": list(tokens), "sampling_params": parameters}
+        return self._post(server.GENERATE, body, timeout=self.config.inference.request_deadline_s)
 
-    def _post(self, route: str, body: dict[str, Any] | None = None) -> Any:
-        return self._ask("POST", route, json=body)
+    def _post(self, route: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
+        return self._ask("POST", route, json=body, **options)
 
     def _ask(self, method: str, route: str, **request: Any) -> Any:
         try:

@@ -51,14 +51,14 @@ class CountRequests:
     """ASGI middleware: counts the requests that generate, and answers GET /busy with what it counted.
 
     The answer: `busy_s`, seconds since `started_at` (epoch) with at least one request in flight; `in_flight`,
-    the requests now; `tokens_in_flight`, prompt and generated tokens of those past their prefill, which is what
+    the requests now; `answered`, those that had an answer; `tokens_in_flight`, prompt and generated tokens of those past their prefill, which is what
     an update of the weights makes the engine compute again.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         self.app = app
         self.started_at = time.time()
-        self.in_flight = 0
+        self.in_flight = self.answered = 0
         self._busy_s, self._since = 0.0, 0.0
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -73,14 +73,23 @@ class CountRequests:
     def counted(self) -> dict[str, float]:
         """What GET /busy answers, but the tokens."""
         open_s = time.monotonic() - self._since if self.in_flight else 0.0
-        return {"started_at": self.started_at, "busy_s": self._busy_s + open_s, "in_flight": self.in_flight}
+        return {
+            "started_at": self.started_at,
+            "busy_s": self._busy_s + open_s,
+            "in_flight": self.in_flight,
+            "answered": self.answered,
+        }
 
     async def _count(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        async def noted(message: dict[str, Any]) -> None:
+            self.answered += message.get("status") == 200
+            await send(message)
+
         if self.in_flight == 0:
             self._since = time.monotonic()
         self.in_flight += 1
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, noted)
         finally:
             self.in_flight -= 1
             if self.in_flight == 0:

@@ -63,6 +63,7 @@ class Engine:
             "started_at": self.began,
             "busy_s": time.time() - self.began,
             "in_flight": 3,
+            "answered": 0,
             "tokens_in_flight": next(self.tokens),
         }
 
@@ -279,11 +280,30 @@ def test_an_engine_that_makes_no_token_is_started_again_with_its_version(
 def test_an_engine_without_requests_does_not_hang() -> None:
     progress = module.Progress()
     progress._at -= 100
-    progress.note({"in_flight": 0, "tokens_in_flight": 0})
-    assert progress.still_s() < 50
-    progress.note({"in_flight": 2, "tokens_in_flight": 9})
-    progress._at -= 100
-    progress.note({"in_flight": 2, "tokens_in_flight": 9})
-    assert progress.still_s() >= 100
-    progress.note({"in_flight": 2, "tokens_in_flight": 10})
-    assert progress.still_s() < 50
+    for _ in range(2):
+        progress._at -= 100
+        progress.note({"in_flight": 0, "answered": 7, "tokens_in_flight": 0})
+        assert progress.still_s() < 50
+
+
+def test_an_engine_moves_with_every_answer_and_every_token_and_with_nothing_else() -> None:
+    progress, seen = module.Progress(), {"in_flight": 2, "answered": 7, "tokens_in_flight": 90}
+    progress.note(seen)
+    for change, moves in [
+        ({}, False),
+        ({"in_flight": 9}, False),  # more requests, none answered
+        ({"in_flight": 1, "tokens_in_flight": 40}, False),  # one was given up by its client
+        ({"tokens_in_flight": 41}, True),
+        ({"answered": 8, "tokens_in_flight": 0}, True),
+        ({"answered": 9}, True),  # answered with its first token
+    ]:
+        progress._at = time.monotonic() - 100
+        seen = {**seen, **change}
+        progress.note(seen)
+        assert (progress.still_s() < 50) == moves, change
+
+
+def test_heartbeats_that_the_store_holds_up_are_no_hang(scene: Scene) -> None:
+    scene.agent._progress._at -= 100  # no heartbeat has measured for so long
+    scene.agent._check_progress()
+    assert scene.agent._progress.still_s() < 50
