@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from prefect import get_client
@@ -24,6 +25,8 @@ from prefect.utilities import engine
 from flows.deploy_plan import RESTS
 
 WATCH_S = 2.0
+# A worker takes a flow run up 10 s ahead of its time, and one whose process is still ending is not started right.
+REST_S = 25.0
 _STRIDE = 1_000_000  # more subflows than an attempt has
 
 Ending = Literal["finished", "stopped", "paused", "failed"]
@@ -102,8 +105,9 @@ def rest() -> None:
 
 
 async def reschedule(reason: str) -> Pause:
-    """Have a worker take this flow run up again; returns what ends this attempt."""
-    state: State[Any] = AwaitingRetry(message=reason)
+    """Have a worker take this flow run up again, after REST_S; returns what ends this attempt."""
+    at = datetime.now(UTC) + timedelta(seconds=REST_S)
+    state: State[Any] = AwaitingRetry(scheduled_time=at, message=reason)
     async with get_client() as client:
         await client.set_flow_run_state(_flow_run().id, state, force=True)
     return Pause(reason, state=state)

@@ -13,6 +13,7 @@ from flows import reporting
 from flows.context import RunContext, live, on_pool
 from flows.rollout import episode_pool
 from tasks.environments import environment_class
+from tasks.errors import RunFailed
 from tasks.reward import score
 from tasks.rollout.waves import evaluation_specs
 from tasks.store import layout
@@ -62,8 +63,12 @@ async def run_episodes(
 
 
 def _summary(context: RunContext, name: str, results: list[Trajectory | EpisodeFailure]) -> dict[str, Any]:
+    """The means over the episodes of a task that ended well. Raises RunFailed if none did."""
     settings = context.config.task(name)
     trajectories = [result for result in results if isinstance(result, Trajectory)]
+    if not trajectories:
+        reason = next(result.reason for result in results if isinstance(result, EpisodeFailure))
+        raise RunFailed(f"all {len(results)} held-out episodes of task {name} failed; the first: {reason}")
     summary: dict[str, Any] = {
         "episodes": len(trajectories),
         "failed": len(results) - len(trajectories),

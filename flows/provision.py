@@ -17,7 +17,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.accelerator_slot import WAITING
 from flows.clocks import Clocks
 from flows.context import RunContext, live, on_pool
-from flows.pools import PoolService
+from flows.pools import PoolService, PoolServices
 from tasks.commands import STAGE, service_command, service_restarts
 from tasks.errors import DeadlineExceeded, RunFailed
 from tasks.keys import SECRET, fingerprint, run_key
@@ -125,7 +125,7 @@ async def admitted(context: RunContext, names: Sequence[str]) -> None:
             found = await asyncio.to_thread(registered, context.store, name)
             if (
                 found is not None
-                and found.heartbeat_at > context.pools.services[name].started_at - 1
+                and _of_this_start(context.pools, found)
                 and not found.detail.startswith(WAITING)
             ):
                 check_key(context, found)
@@ -149,6 +149,11 @@ def check_key(context: RunContext, found: Registration) -> None:
             " would refuse each other; give all pools the same (Prefect Secret block rollart-key), then retry",
             look_at=f"{context.run}/{layout.service(found.name)}",
         )
+
+
+def _of_this_start(pools: PoolServices, found: Registration) -> bool:
+    """Whether a registration on pools was written since the service was started, or found alive."""
+    return found.heartbeat_at > pools.services[found.name].started_at - 1
 
 
 def _is_new(context: RunContext, found: Registration, started_at: float) -> bool:
@@ -198,7 +203,10 @@ async def tell_problems(context: RunContext) -> None:
 
 
 def _look_at_services(context: RunContext) -> dict[str, Registration]:
-    """The registrations, also for the view. Raises RunFailed if an engine refuses the version it should serve."""
+    """The registrations, also for the view.
+
+    Raises RunFailed if an engine refuses the version it should serve, or a service has another key.
+    """
     registrations, shown = {}, {}
     for name in list(context.services.services):
         found = registered(context.store, name)
@@ -206,6 +214,9 @@ def _look_at_services(context: RunContext) -> dict[str, Registration]:
             continue
         if found.kind == "engine" and found.status == "failed":
             raise RunFailed(f"{name}: {found.detail}", look_at=found.log)
+        alive = found.status in ("starting", "ready")
+        if alive and context.pools is not None and _of_this_start(context.pools, found):
+            check_key(context, found)  # its flow registered without one while it waited for its place
         version = "" if found.version is None else f", version {found.version}"
         shown[name] = f"{found.status}{version}" + (f": {found.detail}" if found.detail else "")
         registrations[name] = found
