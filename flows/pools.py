@@ -73,7 +73,7 @@ class PoolServices:
         self.services: dict[str, PoolService] = {}
         self.name = store.name
         self._registrar: Registrar | None = None
-        self._looked_at = self._renewed_at = 0.0
+        self._renewed_at = 0.0
 
     def open(self, training: bool) -> None:
         """Register this process as the run's controller.
@@ -116,10 +116,8 @@ class PoolServices:
             await self._run(service)
 
     async def look(self) -> None:
-        """See how the services' flow runs are, at most every LOOK_S: start again what ended, say what waits."""
-        if time.monotonic() - self._looked_at < LOOK_S:
-            return
-        self._looked_at = time.monotonic()
+        """See how the services' flow runs are: start again what ended, say what waits, keep the run's places."""
+        now = time.monotonic()
         by_id = {service.flow_run_id: service for service in self.services.values() if service.flow_run_id}
         if not by_id:
             return
@@ -127,8 +125,8 @@ class PoolServices:
             ids = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=list(by_id)))
             for run in await client.read_flow_runs(flow_run_filter=ids):
                 await self._judge(by_id[run.id], run)
-        if self._registrar is not None and self._looked_at - self._renewed_at > RENEW_S:
-            self._renewed_at = self._looked_at
+        if self._registrar is not None and now - self._renewed_at > RENEW_S:
+            self._renewed_at = now
             await keep_places(self.store, [s.name for s in self.services.values() if s.pool.accelerated])
 
     def failed(self) -> PoolService | None:

@@ -17,7 +17,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.accelerator_slot import WAITING
 from flows.clocks import Clocks
 from flows.context import RunContext, live, on_pool
-from flows.pools import PoolService, PoolServices
+from flows.pools import LOOK_S, PoolService, PoolServices
 from tasks.commands import STAGE, service_command, service_restarts
 from tasks.errors import DeadlineExceeded, RunFailed
 from tasks.keys import SECRET, fingerprint, run_key
@@ -185,12 +185,21 @@ async def watch_services(context: RunContext) -> None:
         seen = found
         await asyncio.to_thread(_repair_weights, context, found)
         if context.pools is not None:
-            await context.pools.look()
             context.progress.services |= {
                 s.name: s.waiting for s in context.pools.services.values() if s.waiting
             }
         raise_if_given_up(context)
         await asyncio.sleep(max(context.store.poll_s, 0.1))
+
+
+async def watch_pools(context: RunContext) -> None:
+    """Follow the flow runs of services on pools, until cancelled.
+
+    Beside `watch_services`: it asks the Prefect server, and a new version of the policy must not wait for that.
+    """
+    while context.pools is not None:
+        await context.pools.look()
+        await asyncio.sleep(LOOK_S)
 
 
 async def tell_problems(context: RunContext) -> None:

@@ -24,7 +24,7 @@ from flows import attempts, reporting
 from flows.attempts import Ending
 from flows.context import RunContext, open_context
 from flows.progress import Progress
-from flows.provision import on_death, tell_problems, watch_services
+from flows.provision import on_death, tell_problems, watch_pools, watch_services
 from flows.server import ask_again_soon, watch_server
 from tasks.services import Supervisor, work_folder
 from tasks.store import Store
@@ -198,6 +198,7 @@ async def _beside_watch(context: RunContext, work: Work) -> Any:
         async with asyncio.TaskGroup() as group:
             watches = [
                 group.create_task(watch_services(context)),
+                group.create_task(watch_pools(context)),
                 group.create_task(tell_problems(context)),
                 group.create_task(watch_server(context.say)),
                 group.create_task(attempts.watch_pause()),

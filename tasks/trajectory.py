@@ -138,6 +138,32 @@ _SCHEMA = pa.schema(list(_SCALARS.items()) + [(name, pa.list_(kind)) for name, (
 
 def encode(trajectories: Sequence[Trajectory], failures: Iterable[EpisodeFailure] = ()) -> bytes:
     """Parquet bytes, one row a trajectory; failures travel in the file's metadata as JSON."""
+    sink = io.BytesIO()
+    # dictionaries and statistics would be half the time for a few rows, and of no use here
+    pq.write_table(
+        _table(trajectories, failures),
+        sink,
+        compression="zstd",
+        use_dictionary=False,
+        write_statistics=False,
+    )
+    return sink.getvalue()
+
+
+def encode_message(trajectories: Sequence[Trajectory]) -> bytes:
+    """Arrow IPC stream of the same rows: for a request, not to be kept; a quarter of the time of Parquet."""
+    table, sink = _table(trajectories), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def decode_message(data: bytes) -> list[Trajectory]:
+    """The inverse of `encode_message`. Raises pyarrow.ArrowInvalid on bytes that are no such stream."""
+    return _trajectories(pa.ipc.open_stream(data).read_all())
+
+
+def _table(trajectories: Sequence[Trajectory], failures: Iterable[EpisodeFailure] = ()) -> pa.Table:
     columns: dict[str, Any] = {name: [getattr(t, name) for t in trajectories] for name in _SCALARS}
     for name, (kind, dtype) in _ARRAYS.items():
         arrays = [np.asarray(getattr(t, name), dtype=dtype) for t in trajectories]
@@ -145,24 +171,21 @@ def encode(trajectories: Sequence[Trajectory], failures: Iterable[EpisodeFailure
         flat = np.concatenate(arrays) if arrays else np.empty(0, dtype)
         columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, type=kind))
     meta = {b"failures": json.dumps([vars(failure) for failure in failures]).encode()}
-    table = pa.table(columns, schema=_SCHEMA).replace_schema_metadata(meta)
-    sink = io.BytesIO()
-    # dictionaries and statistics would be half the time for a few rows, and of no use here
-    pq.write_table(table, sink, compression="zstd", use_dictionary=False, write_statistics=False)
-    return sink.getvalue()
+    return pa.table(columns, schema=_SCHEMA).replace_schema_metadata(meta)
 
 
 def decode(data: bytes) -> tuple[list[Trajectory], list[EpisodeFailure]]:
     """The inverse of `encode`. Raises pyarrow.ArrowInvalid on bytes that are not such a file."""
     table = pq.ParquetFile(io.BytesIO(data)).read(use_threads=False)
+    failures = json.loads((table.schema.metadata or {}).get(b"failures", b"[]"))
+    return _trajectories(table), [EpisodeFailure(**failure) for failure in failures]
+
+
+def _trajectories(table: pa.Table) -> list[Trajectory]:
     scalars = {name: table.column(name).to_pylist() for name in _SCALARS}
     arrays = {name: _rows(table.column(name), dtype) for name, (_, dtype) in _ARRAYS.items()}
     columns: dict[str, list[Any]] = {**scalars, **arrays}
-    trajectories = [
-        Trajectory(**{name: columns[name][row] for name in columns}) for row in range(table.num_rows)
-    ]
-    failures = json.loads((table.schema.metadata or {}).get(b"failures", b"[]"))
-    return trajectories, [EpisodeFailure(**failure) for failure in failures]
+    return [Trajectory(**{name: columns[name][row] for name in columns}) for row in range(table.num_rows)]
 
 
 def _rows(column: pa.ChunkedArray, dtype: Any) -> list[Any]:

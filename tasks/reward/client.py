@@ -11,7 +11,7 @@ from tasks.errors import DeadlineExceeded, RunFailed
 from tasks.keys import run_key
 from tasks.services import registered
 from tasks.store import Store
-from tasks.trajectory import Trajectory, encode
+from tasks.trajectory import Trajectory, encode_message
 
 NAME = "reward"
 PAUSE_S, CONNECT_S = 0.5, 10.0
@@ -42,7 +42,7 @@ class RewardClient:
 
         Raises RunFailed with the reason if it cannot be scored or the key is refused, DeadlineExceeded.
         """
-        data, started, problem = encode([trajectory]), time.monotonic(), "not registered"
+        data, started, problem = encode_message([trajectory]), time.monotonic(), "not registered"
         while time.monotonic() - started < self._deadline_s and not self._closed.is_set():
             try:
                 self._address = self._address or self._registered()

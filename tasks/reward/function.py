@@ -2,7 +2,7 @@
 
     python -m tasks.reward.function --store URI [--endpoint-url URL]
 
-POST /score takes the Parquet bytes of `tasks.trajectory.encode` and answers `{"rewards": [...], "seconds": [...]}`; a
+POST /score takes the Arrow stream of `tasks.trajectory.encode_message` and answers `{"rewards": [...], "seconds": [...]}`; a
 trajectory that cannot be scored is answered with 422 and the reason. Every request but GET /health needs
 the run's key. As it keeps nothing, any number of copies may run, and a request may be sent again.
 """
@@ -33,7 +33,7 @@ from tasks.services import (
     work_folder,
 )
 from tasks.store import Store
-from tasks.trajectory import decode
+from tasks.trajectory import decode_message
 
 NAME: Literal["reward"] = "reward"
 LONGEST_BODY = 64 * 2**20  # bytes
@@ -53,7 +53,7 @@ class RewardServer(ThreadingHTTPServer):
 
     def rewards(self, data: bytes) -> dict[str, Any]:
         """The answer to /score. Raises ValueError with the reason if there is none."""
-        trajectories, _ = decode(data)
+        trajectories = decode_message(data)
         rewards, seconds = [], []
         for trajectory in trajectories:
             started = time.perf_counter()

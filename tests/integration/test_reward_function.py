@@ -25,7 +25,7 @@ from tasks.reward import score
 from tasks.reward.client import RewardClient
 from tasks.services import registered
 from tasks.store import Store, layout
-from tasks.trajectory import Trajectory, encode
+from tasks.trajectory import Trajectory, encode_message
 
 TASK = TaskConfig(name="frozenlake", reward="success")
 LONG = TaskConfig(name="arithmetic", reward=f"{__name__}:length")
@@ -110,7 +110,7 @@ def test_another_key_is_refused_and_the_message_names_the_setting(
 def test_every_route_but_health_needs_the_key_and_it_listens_on_loopback_only(function: Function) -> None:
     address = function.wait(lambda found: found.status == "ready").address
     assert httpx.get(f"{address}/health").status_code == 200
-    assert httpx.post(f"{address}/score", content=encode([trajectory()])).status_code == 401
+    assert httpx.post(f"{address}/score", content=encode_message([trajectory()])).status_code == 401
     assert httpx.get(f"{address}/other").status_code == 404
     ips = {c.laddr.ip for c in psutil.Process(function.process.pid).net_connections() if c.status == "LISTEN"}
     assert ips == {"127.0.0.1"}

@@ -76,7 +76,9 @@ def test_what_is_encoded_comes_back_with_order_types_and_every_bit(
     decoded, failed = decode(encode(given_trajectories, failures))
     assert failed == failures
     assert len(decoded) == len(given_trajectories)
-    for one, other in zip(given_trajectories, decoded, strict=True):
+    sent = decode_message(encode_message(given_trajectories))
+    for one, kept, other in zip(given_trajectories, decoded, sent, strict=True):
+        same(one, kept)
         same(one, other)
 
 
