@@ -115,16 +115,15 @@ class PoolServices:
         else:
             await self._run(service)
 
-    async def look(self) -> None:
+    async def look(self, client: PrefectClient) -> None:
         """See how the services' flow runs are: start again what ended, say what waits, keep the run's places."""
         now = time.monotonic()
         by_id = {service.flow_run_id: service for service in self.services.values() if service.flow_run_id}
         if not by_id:
             return
-        async with get_client() as client:
-            ids = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=list(by_id)))
-            for run in await client.read_flow_runs(flow_run_filter=ids):
-                await self._judge(by_id[run.id], run)
+        ids = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=list(by_id)))
+        for run in await client.read_flow_runs(flow_run_filter=ids):
+            await self._judge(client, by_id[run.id], run)
         if self._registrar is not None and now - self._renewed_at > RENEW_S:
             self._renewed_at = now
             await keep_places(self.store, [s.name for s in self.services.values() if s.pool.accelerated])
@@ -203,7 +202,7 @@ class PoolServices:
         )
         service.flow_run_id, service.started_at, service.waiting = run.id, time.time(), ""
 
-    async def _judge(self, service: PoolService, run: FlowRun) -> None:
+    async def _judge(self, client: PrefectClient, service: PoolService, run: FlowRun) -> None:
         state = run.state
         assert state is not None
         if state.is_final() and self._registrar is None:
@@ -218,20 +217,19 @@ class PoolServices:
             if service.deaths <= service.restarts:
                 await self._run(service)
             return
-        waiting = await self._waits_for(service, state.type)
+        waiting = await self._waits_for(client, service, state.type)
         if waiting and waiting != service.waiting:
             self.say(f"{service.name} {waiting}")
         service.waiting = waiting
 
-    async def _waits_for(self, service: PoolService, state: StateType) -> str:
+    async def _waits_for(self, client: PrefectClient, service: PoolService, state: StateType) -> str:
         if state == StateType.RUNNING:
             found = await asyncio.to_thread(registered, self.store, service.name)
             waits = found is not None and self._alive(found) and found.detail.startswith(WAITING)
             return found.detail if found is not None and waits else ""
         if time.time() - service.started_at < WORKER_S:
             return service.waiting
-        async with get_client() as client:
-            return await _not_taken_up(client, service.pool.work_pool)
+        return await _not_taken_up(client, service.pool.work_pool)
 
 
 async def _not_taken_up(client: PrefectClient, pool: str) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prefect import flow, get_run_logger, task
+from prefect import flow, get_client, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.accelerator_slot import WAITING
@@ -197,9 +197,12 @@ async def watch_pools(context: RunContext) -> None:
 
     Beside `watch_services`: it asks the Prefect server, and a new version of the policy must not wait for that.
     """
-    while context.pools is not None:
-        await context.pools.look()
-        await asyncio.sleep(LOOK_S)
+    if context.pools is None:
+        return
+    async with get_client() as client:  # one for all looks: each costs 30 ms of this event loop
+        while True:
+            await context.pools.look(client)
+            await asyncio.sleep(LOOK_S)
 
 
 async def tell_problems(context: RunContext) -> None:

@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
-from tasks.trajectory import NOT_GENERATED, EpisodeFailure, Group, Trajectory, decode, encode, group_id
+from tasks.trajectory import (
+    NOT_GENERATED,
+    EpisodeFailure,
+    Group,
+    Trajectory,
+    decode,
+    decode_message,
+    encode,
+    encode_message,
+    group_id,
+)
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 INT64 = st.integers(-(2**63), 2**63 - 1)
