@@ -77,7 +77,7 @@ def on_terminate(act: Callable[[], Any]) -> None:
 
 
 async def watch_pause() -> None:
-    """Raise Pause once a person has paused this flow run; until cancelled."""
+    """Raise Pause once a person has paused this flow run; until cancelled. Nobody can pause one without a deployment."""
     if not _deployed():
         return
     async with get_client() as client:  # one for all looks: each costs 30 ms of this event loop

@@ -64,10 +64,9 @@ class FolderWeightTransferEngine(WeightTransferEngine[FolderInitInfo, FolderUpda
         """Load the folder's tensors. Raises FileNotFoundError if it holds none, ValueError if one is missing in place."""
         tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
         model: Any = self.model
-        expected = {name for name, _ in model.named_parameters()}
         with torch.no_grad():
             loaded = model.load_weights(checkpoint(Path(update_info.folder), tied))
-        if self.in_place and (missing := expected - loaded):
+        if self.in_place and (missing := dict(model.named_parameters()).keys() - loaded):
             raise ValueError(f"{update_info.folder} has no weights for {', '.join(sorted(missing)[:3])}")
 
     def finish_weight_update(self) -> None:

@@ -279,7 +279,6 @@ def test_an_engine_that_makes_no_token_is_started_again_with_its_version(
 
 def test_an_engine_without_requests_does_not_hang() -> None:
     progress = module.Progress()
-    progress._at -= 100
     for _ in range(2):
         progress._at -= 100
         progress.note({"in_flight": 0, "answered": 7, "tokens_in_flight": 0})
